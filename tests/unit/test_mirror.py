@@ -136,7 +136,6 @@ ELSEWHERE = {
     "cli/fetch": "multiproc/test_store.py",
     "clients/store": "unit/clients/test_chain.py",
     "sink/claim": "unit/sink/test_writer.py",
-    "sink/intake": "multiproc/test_store.py",
     "types/store": "unit/clients/test_chain.py",
     "types/sink": "multiproc/test_store.py",
     "verbs/storing": "multiproc/test_store.py",

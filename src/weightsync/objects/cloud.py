@@ -27,7 +27,11 @@ from weightsync.types import Deadline
 from weightsync.types.store import check_key
 
 _CHUNK_BYTES = 16 << 20
+_MAX_PARTS = 10_000
+"""S3 and Google Cloud Storage take no more of one object."""
 _STALL_S = 30.0
+_REQUEST_STALLS = 10
+"""No request takes longer than so many stalls, though bytes flow."""
 _GENERATION = "\n"
 _QUERY = re.compile(r"\?[^\s\"')]+")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -42,7 +46,8 @@ class CloudStore:
 
     Args:
         url: s3://bucket/path, gs://, az://, memory://name/path.
-        stall_s: a call in which nothing comes for so long has failed.
+        stall_s: a call in which nothing comes for so long has failed. A request of `put_large` has ten times as long:
+            nothing comes while it sends.
 
     Raises:
         MissingDependencyError: obstore is not installed.
@@ -61,23 +66,23 @@ class CloudStore:
         self._errors = obstore.exceptions
         with _typed(self.url, self._errors):
             if url.startswith("memory://"):
-                self._store = _memory_store(url)
+                self._store = self._large = _memory_store(url)
             else:
                 stall = datetime.timedelta(seconds=stall_s)
-                plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
-                self._store = from_url(
-                    url,
-                    client_options={
-                        "allow_http": plain, "connect_timeout": datetime.timedelta(seconds=5), "timeout": stall,
+                large: Any = {
+                    "allow_http": any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS),
+                    "connect_timeout": datetime.timedelta(seconds=5), "timeout": _REQUEST_STALLS * stall,
+                }  # fmt: skip
+                retry: Any = {
+                    "max_retries": 0, "retry_timeout": stall,
+                    "backoff": {
+                        "init_backoff": datetime.timedelta(seconds=0.1),
+                        "max_backoff": datetime.timedelta(seconds=1), "base": 2,
                     },
-                    retry_config={
-                        "max_retries": 0, "retry_timeout": stall,
-                        "backoff": {
-                            "init_backoff": datetime.timedelta(seconds=0.1),
-                            "max_backoff": datetime.timedelta(seconds=1), "base": 2,
-                        },
-                    },
-                )  # fmt: skip
+                }  # fmt: skip
+                small: Any = {**large, "read_timeout": stall}
+                self._store = from_url(url, client_options=small, retry_config=retry)
+                self._large = from_url(url, client_options=large, retry_config=retry)
 
     def get(self, key: str, *, deadline: Deadline, unless: str | None = None) -> Found | None:
         with self._asked(key, deadline):
@@ -107,17 +112,18 @@ class CloudStore:
 
     def put_large(self, key: str, data: Data, *, deadline: Deadline) -> None:
         view = memoryview(data).cast("B")
+        part_bytes = _part_bytes(len(view))
 
         def pieces() -> Iterator[bytes]:
-            for start in range(0, len(view), _CHUNK_BYTES):
+            for start in range(0, len(view), part_bytes):
                 deadline.check("end of a write", peer=self.url)
-                yield bytes(view[start : start + _CHUNK_BYTES])
+                yield bytes(view[start : start + part_bytes])
 
         with self._asked(key, deadline):
-            if len(view) <= _CHUNK_BYTES:
-                self._store.put(key, bytes(view), use_multipart=False)
+            if len(view) <= part_bytes:
+                self._large.put(key, bytes(view), use_multipart=False)
             else:
-                self._store.put(key, pieces(), use_multipart=True, chunk_size=_CHUNK_BYTES, max_concurrency=4)
+                self._large.put(key, pieces(), use_multipart=True, chunk_size=part_bytes, max_concurrency=4)
 
     def delete(self, keys: Iterable[str], *, deadline: Deadline) -> None:
         for key in keys:
@@ -143,6 +149,11 @@ class CloudStore:
         e_tag = str(said["e_tag"] or "")
         generation = said.get("version") if self.url.startswith("gs://") else None
         return f"{e_tag}{_GENERATION}{generation}" if generation else e_tag
+
+
+def _part_bytes(nbytes: int) -> int:
+    """Of one part of an object of so many bytes: whole MiB."""
+    return max(_CHUNK_BYTES, -(-nbytes // (_MAX_PARTS << 20)) << 20)
 
 
 def _memory_store(url: str) -> Any:

@@ -184,8 +184,9 @@ class FolderStore:
 
     @contextlib.contextmanager
     def _locked_file(self, folder: str, deadline: Deadline) -> Iterator[None]:
-        fd = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            _share(fd, folder)
             while True:
                 try:
                     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # over NFS too
@@ -218,6 +219,23 @@ class FolderStore:
 
 def _etag(data: Data) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _share(fd: int, folder: str) -> None:
+    """Makes one's own lock file one of whoever may write its folder, and of nobody else: who may read it could hold its
+    lock, and stop all writers."""
+    lock, place = os.fstat(fd), os.stat(folder)
+    if lock.st_uid != os.geteuid():
+        return
+    writers = place.st_mode & 0o022
+    with contextlib.suppress(OSError):  # a file system without owners
+        if lock.st_gid != place.st_gid:
+            try:
+                os.fchown(fd, -1, place.st_gid)
+            except OSError:  # its group is another one than may write
+                writers &= 0o002
+        if stat.S_IMODE(lock.st_mode) != (mode := 0o600 | writers | writers << 1):
+            os.fchmod(fd, mode)
 
 
 def _flush(folder: str) -> None:

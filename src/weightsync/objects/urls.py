@@ -32,7 +32,10 @@ def checked_store_url(url: str, *, whose: str) -> str:
         raise ConfigError(
             f"{whose} URL begins with one of {', '.join(f'{each}://' for each in SCHEMES)}, not {shown!r}"
         )
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{whose} URL can't be read: {error}: {shown!r}") from error
     if parts.query or parts.fragment:
         raise ConfigError(f"{whose} URL has a query, and a place in a store has none: {shown!r}")
     if scheme == "file":

@@ -18,6 +18,8 @@ from weightsync.types import Deadline, Version
 from weightsync.types.publication import DeltaBase, DeltaLink, Publication, SourceProof
 
 _CALL_S = 10.0
+_SLOWEST_BYTES_S = 5e6
+"""A version may be taken, and may be written, as slowly as that: a link of 40 Mbit/s."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,18 @@ class Taken:
     @property
     def version(self) -> Version:
         return self.publication.manifest.version
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is to be written of it."""
+        deltas = (data for each in self.deltas or () for _, data in each)
+        return sum(len(data) for data in (*(self.fulls or ()), *deltas))
+
+
+def time_for(nbytes: int, deadline: Deadline) -> Deadline:
+    """`deadline`, or a later one where so many bytes need it: a large version is not begun anew for ever."""
+    needed_s = nbytes / _SLOWEST_BYTES_S
+    return deadline if needed_s <= deadline.remaining_s else Deadline(needed_s)
 
 
 class Intake:
@@ -66,6 +80,7 @@ class Intake:
 
         Args:
             bases: of each source what the store has; None: a full is wanted.
+            deadline: of the grants, and of the bytes where `time_for` them says so.
 
         Raises:
             VersionError: it was superseded meanwhile: ask again.
@@ -99,6 +114,11 @@ class Intake:
                     granted.clear()
                     return self.take(None, deadline=deadline)  # a chain has all sources
                 bases = None
+            deadline = time_for(
+                sum(each.data_end for each in publication.sources) if bases is None
+                else sum(link.blob.data_end for each in ordered for link in each.grant.delta or ()),
+                deadline,
+            )  # fmt: skip
             taken = Taken(
                 publication=publication,
                 incarnation=first.grant.incarnation,

@@ -28,7 +28,7 @@ from weightsync.errors import (
 from weightsync.objects.opened import open_store
 from weightsync.objects.signing import Signer
 from weightsync.sink.claim import ClaimKeeper
-from weightsync.sink.intake import Intake
+from weightsync.sink.intake import Intake, time_for
 from weightsync.sink.sweep import Sweeper
 from weightsync.sink.writer import ChainWriter
 from weightsync.types import Deadline, Version
@@ -163,7 +163,7 @@ class Sink:
                 return False
         else:
             taken = self._intake.take(writer.bases, deadline=deadline)
-            version, nbytes = taken.version, writer.write(taken, deadline=deadline)
+            version, nbytes = taken.version, writer.write(taken, deadline=time_for(taken.nbytes, deadline))
         self._seen = version
         assert writer.current is not None
         seconds = time.monotonic() - begun_s

@@ -4,6 +4,7 @@
               and what the chains have that readers' notes name
     deleted   what a listing shows that is not needed, and was not needed for `keep_s`, by this process's own clock
 
+What is not named as a writer or a reader names it is somebody else's, and stays, whatever folder it lies in.
 A listing that lags shows less: that is deleted later. Readers' clocks are never compared: a note that changes is alive.
 Where there are more notes than are read at once, nothing is deleted but those of the dead.
 """
@@ -20,7 +21,6 @@ import msgspec
 
 from weightsync.clients.chain import Chain
 from weightsync.errors import (
-    InvalidRequestError,
     ObjectMissingError,
     SignatureError,
     StoreAuthError,
@@ -32,7 +32,7 @@ from weightsync.objects.base import Found, ObjectStore
 from weightsync.objects.signing import NO_RECORD, record_in
 from weightsync.sink.writer import ChainWriter
 from weightsync.types import Deadline
-from weightsync.types.store import READERS, ReaderNote, StoredRef, StoredVersion, check_key, epoch_of
+from weightsync.types.store import READERS, ReaderNote, StoredRef, StoredVersion, epoch_of, is_note
 
 _NUM_CHAINS = 2
 _READER_S = 120.0
@@ -87,16 +87,15 @@ class Sweeper:
         at_s, gone = time.monotonic(), []
         assert self._writer.current is not None
         epoch = self._writer.current.epoch  # what a later writer has is not this one's to delete
-        listed = [each.key for each in self._store.list_under("", deadline=deadline) if _is_key(each.key)]
-        for key in listed:
-            below = epoch_of(key)
+        listed = {each.key: epoch_of(each.key) for each in self._store.list_under("", deadline=deadline)}
+        for key, below in listed.items():
             if key in needed or below is None or below > epoch:
                 self._unneeded.pop(key, None)
             elif at_s - self._unneeded.setdefault(key, at_s) >= self._keep_s:
                 gone.append(key)
         gone.sort(key=lambda key: "/versions/" not in key)  # manifests first: who finds one finds its bytes
         self._store.delete(gone, deadline=deadline)
-        left = set(listed) - set(gone)
+        left = listed.keys() - set(gone)
         self._unneeded = {key: since_s for key, since_s in self._unneeded.items() if key in left}
         if gone:
             _logger.info("%s: %d objects that nobody needs are deleted", self._store.url, len(gone))
@@ -184,7 +183,7 @@ class Sweeper:
         listed = {
             each.key
             for each in self._store.list_under(READERS, deadline=deadline)
-            if each.nbytes <= _MAX_NOTE_BYTES and _is_key(each.key)
+            if each.nbytes <= _MAX_NOTE_BYTES and is_note(each.key)
         }
         is_crowded = len(listed) > _MAX_READERS
         if is_crowded and not self._is_crowded:
@@ -194,12 +193,3 @@ class Sweeper:
             )  # fmt: skip
         self._is_crowded = is_crowded
         return listed
-
-
-def _is_key(key: str) -> bool:
-    """Whether a listed name is a key of ours: not what a file system or a person has put there."""
-    try:
-        check_key(key)
-    except InvalidRequestError:
-        return False
-    return True

@@ -26,10 +26,14 @@ READERS = "readers"
 SHA256_BYTES = 32
 MAX_LINKS = 256
 MAX_EPOCH = 10**18 - 1
-EPOCH_PATTERN = "e([0-9]{6,18})/"
+EPOCH_PATTERN = "e([0-9]{6}|[1-9][0-9]{6,17})/"
 """What a key below a writer's folder begins with; its group is the epoch."""
 _KEY = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._/-]{0,300}")
-_EPOCH = re.compile(EPOCH_PATTERN)
+_N = "[0-9]{1,18}"
+_WRITTEN = re.compile(
+    EPOCH_PATTERN + rf"((versions|layouts)/{_N}\.json|anchors/{_N}-{_N}\.safetensors|deltas/{_N}-{_N}-{_N}\.delta)"
+)
+_NOTE = re.compile(READERS + r"/[A-Za-z0-9_-]{1,100}\.json")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -51,9 +55,14 @@ def epoch_folder(epoch: int) -> str:
 
 
 def epoch_of(key: str) -> int | None:
-    """In which writer's folder a key lies; None: in nobody's."""
-    found = _EPOCH.match(key)
+    """The epoch of the writer that has written a key; None: no writer writes such a key, whatever folder it is in."""
+    found = _WRITTEN.fullmatch(key)
     return None if found is None else int(found[1])
+
+
+def is_note(key: str) -> bool:
+    """Whether a reader leaves a note under such a key."""
+    return _NOTE.fullmatch(key) is not None
 
 
 def check_epoch(epoch: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import threading
@@ -19,6 +20,7 @@ from weightsync.errors import (
     StoreUnavailableError,
     WeightSyncError,
 )
+from weightsync.objects import cloud
 from weightsync.objects.cloud import CloudStore
 from weightsync.objects.repeating import Repeating
 from weightsync.types import Deadline
@@ -92,6 +94,82 @@ def test_throttling_is_repeated_and_what_breaks_on_its_way(endpoint: str) -> Non
         assert proxy.num_asked == asked + 1
     finally:
         proxy.close()
+
+
+def test_an_object_has_no_more_parts_than_a_store_takes(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red with parts of 16 MiB: no source above 168 GB could be stored."""
+    for nbytes in (1, 168 << 30, 1 << 40, 5 << 40):
+        part_bytes = cloud._part_bytes(nbytes)
+        assert -(-nbytes // part_bytes) <= 10_000
+        assert part_bytes >= 16 << 20
+        assert part_bytes % (1 << 20) == 0
+    monkeypatch.setattr(cloud, "_MAX_PARTS", 2)
+    proxy, parts = FaultProxy(endpoint), []
+    proxy.rule = lambda method, path: parts.append(path) if "partNumber=" in path else None
+    try:
+        with at_endpoint(proxy.url):
+            store = CloudStore(f"s3://{BUCKET}/parts")
+        body = bytes(range(256)) * ((40 << 20) // 256)
+        store.put_large("x", body, deadline=Deadline(60))
+        assert len(parts) == 2
+        into = memoryview(bytearray(len(body)))
+        store.get_range("x", 0, into, deadline=Deadline(60))
+        assert into == body
+    finally:
+        proxy.close()
+
+
+class _Slow(http.server.BaseHTTPRequestHandler):
+    """A link on which something moves each 0.2 s, for 2 s; nothing at all under the key "still"."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(206)
+        for name, value in (
+            ("content-length", "1000"), ("content-range", "bytes 0-999/1000"), ("etag", '"x"'),
+            ("last-modified", "Tue, 06 Jan 2026 08:00:00 GMT"),
+        ):  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(10):
+                threading.Event().wait(20 if self.path.endswith("still") else 0.2)
+                self.wfile.write(bytes(100))
+
+    def do_PUT(self) -> None:
+        step = int(self.headers["content-length"]) // 10
+        with contextlib.suppress(OSError):
+            for _ in range(10):
+                threading.Event().wait(0.2)
+                self.rfile.read(step)
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.send_header("etag", '"x"')
+            self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_slow_link_is_no_stall(endpoint: str) -> None:
+    """Neither when it is read nor when it is written, though it takes twice the stall. Seen red with a limit on the
+    whole request, and for the write with one on the wait for its answer."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Slow)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with at_endpoint(f"http://127.0.0.1:{server.server_port}"):
+            store = CloudStore(f"s3://{BUCKET}/slow", stall_s=1.0)
+        store.get_range("x", 0, memoryview(bytearray(1000)), deadline=Deadline(20))
+        store.put_large("x", bytes(10 << 20), deadline=Deadline(20))
+        begun = Deadline(60)
+        with pytest.raises(StoreUnavailableError):
+            store.get_range("still", 0, memoryview(bytearray(1000)), deadline=Deadline(20))
+        assert begun.remaining_s > 52, "a limit on the whole request alone"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_nobody_there_ends_with_the_deadline() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
+import stat
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ from weightsync.errors import (
     InvalidRequestError,
     ObjectConflictError,
     ObjectMissingError,
+    StoreAuthError,
     StoreDamagedError,
 )
 from weightsync.objects.folder import FolderStore, check_folder
@@ -112,8 +117,6 @@ def test_a_reader_never_sees_half(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_held_has_a_deadline(tmp_path: Path) -> None:
-    import fcntl
-
     store = FolderStore(f"file://{tmp_path}/run")
     etag = store.put("x", b"1", deadline=Deadline(5), replaces=None)
     store.put("x", b"2", deadline=Deadline(5), replaces=etag)
@@ -135,6 +138,78 @@ def test_a_lock_that_is_held_has_a_deadline(tmp_path: Path) -> None:
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("folder", "lock"),
+    [(0o755, 0o600), (0o700, 0o600), (0o775, 0o660), (0o2775, 0o660), (0o777, 0o666), (0o757, 0o606)],
+)
+def test_who_may_write_the_folder_may_lock_it_and_nobody_else(tmp_path: Path, folder: int, lock: int) -> None:
+    """Whatever the umask is; a lock file of an earlier release too. Seen red with one that all may read, and the group
+    may not write."""
+    store = FolderStore(f"file://{tmp_path}/run")
+    etag = store.put("x", b"1", deadline=Deadline(5), replaces=None)
+    (tmp_path / "run").chmod(folder)
+    for before in (None, 0o644):
+        if before is not None:
+            (tmp_path / "run" / ".lock").chmod(before)
+        etag = store.put("x", b"2", deadline=Deadline(5), replaces=etag)
+        assert stat.S_IMODE((tmp_path / "run" / ".lock").stat().st_mode) == lock
+
+
+def _as_nobody(group: int, call: Callable[[], object]) -> int:
+    """Exit code of a process of another user, in one group: 0, or 3 where it raised PermissionError, or 4."""
+    pid = os.fork()
+    if pid == 0:
+        code = 5
+        try:
+            os.setgroups([])
+            os.setgid(group)
+            os.setuid(65534)
+            call()
+            code = 0
+        except PermissionError:
+            code = 3
+        except StoreAuthError:
+            code = 4
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="it takes two users")
+@pytest.mark.parametrize("may_be_given", [True, False])
+def test_a_reader_holds_no_lock_and_a_second_users_writer_takes_it(
+    monkeypatch: pytest.MonkeyPatch, may_be_given: bool
+) -> None:
+    """The second one writes as a member of the folder's group, which is not the first one's. Seen red: a read lock of
+    any reader stopped the writer, and the second one could not open the lock at all."""
+    with tempfile.TemporaryDirectory() as outside:  # pytest's own folder is closed to others
+        os.chmod(outside, 0o755)
+        folder = Path(outside) / "run"
+        folder.mkdir()
+        os.chown(folder, 0, 65533)
+        folder.chmod(0o775)
+        store = FolderStore(f"file://{folder}")
+        etag = store.put("x", b"1", deadline=Deadline(5), replaces=None)
+        with monkeypatch.context() as patch:
+            if not may_be_given:
+
+                def refused(*_: int) -> None:
+                    raise PermissionError(1, "not a member")
+
+                patch.setattr(os, "fchown", refused)
+            etag = store.put("x", b"2", deadline=Deadline(5), replaces=etag)
+
+        def read_lock() -> None:
+            fcntl.lockf(os.open(folder / ".lock", os.O_RDONLY), fcntl.LOCK_SH)
+
+        def replace() -> None:
+            FolderStore(f"file://{folder}").put("x", b"3", deadline=Deadline(5), replaces=etag)
+
+        assert _as_nobody(65534, read_lock) == 3
+        assert _as_nobody(0, read_lock) == 3
+        assert _as_nobody(65533, replace) == (0 if may_be_given else 4)
 
 
 @pytest.mark.parametrize("key", ["../x", "/x", "a/../../x", ".lock", "a//b", "a/.aside-1", "", "a\nb", "x/"])

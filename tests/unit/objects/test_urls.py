@@ -56,6 +56,13 @@ def test_a_signature_in_a_query_is_not_quoted(url: str) -> None:
         assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.parametrize("url", ["s3://[bucket]/run", "s3://[bucket/run", "az://bu]cket/run", "gs://b\u2100/run"])
+def test_a_place_that_can_not_be_split_is_said_so(url: str) -> None:
+    """Seen red with a bare ValueError."""
+    with pytest.raises(ConfigError, match="can't be read"):
+        checked_source(url, whose="a")
+
+
 def test_a_place_is_the_same_by_whatever_way() -> None:
     assert place_of("s3://b/run") == place_of("gs://b/run") == "b/run"
     assert place_of("file:///mnt/one/run") == place_of("file:///elsewhere/run") == "run"

@@ -167,6 +167,29 @@ def test_names_that_are_none_of_ours_stop_no_sweep(store, tmp_path) -> None:
     assert (tmp_path / "run/e000001/anchors/.nfs0001").exists()
 
 
+MINE = (
+    "e20240315/results.csv", "e000000/results.csv", "e000000/versions.json", "e000001/anchors/mine.safetensors",
+    "e0000001/versions/1.json", "e000001/versions/1/x.json", "e000000/deltas/1-2.delta", "readers/list.txt",
+    "readers/a/b.json",
+)  # fmt: skip
+
+
+def test_what_a_person_has_put_there_stays(store) -> None:
+    """A place that is not empty, with a folder whose name is a date. Seen red: the date was taken for an epoch, and its
+    files were deleted; and with each name below `readers`."""
+    for key in MINE:
+        store.put(key, b"mine", deadline=Deadline(5), replaces=None)
+    made = Writing(store, anchor_every=1)
+    assert made.claim.epoch == 1
+    sweeper = Sweeper(store, made.writer, keep_s=0.0, every_s=0.0, reader_s=0.0)
+    for number in range(1, 6):
+        made.write(number)
+        sweeper.sweep(now=True)
+    assert "e000001/versions/1.json" not in keys(store)
+    for key in MINE:
+        assert store.get(key, deadline=Deadline(5)).data == b"mine"
+
+
 def test_a_note_that_can_not_be_read_now_ends_no_reader(store) -> None:
     """The store does not answer when it is asked for: nothing is deleted by that."""
     made = Writing(store, anchor_every=1)

@@ -267,8 +267,13 @@ def test_a_pointer_of_impossible_facts_bars_no_writer(store) -> None:
 
 @pytest.mark.parametrize(("folder", "epoch"), [("e1000000", 1000000), ("e000007", 7)])
 def test_the_epoch_of_a_folder_is_read_as_it_is_written(store, folder, epoch) -> None:
-    """Where nothing else is left to read it from. Seen red with its first six digits."""
-    for key in (f"{folder}/x", "e00012/x", "e1234567890123456789/x", "engines/x", "e2000000"):
+    """Where nothing else is left to read it from. Seen red with its first six digits, and with
+    a folder of somebody else's files."""
+    there = "versions/1.json"
+    for key in (
+        f"{folder}/{there}", f"e00012/{there}", f"e1234567890123456789/{there}", f"engines/{there}", "e2000000",
+        "e20240315/results.csv", f"e0000009/{there}",
+    ):  # fmt: skip
         store.put(key, b"x", deadline=Deadline(5), replaces=None)
     made = Writing(store)
     assert made.claim.epoch == epoch + 1
@@ -299,7 +304,7 @@ def test_the_last_epoch_has_no_next_one(store, name) -> None:
     made.claim.release()
     if name == "folder":
         store.delete([POINTER], deadline=Deadline(5))
-        store.put(f"e{MAX_EPOCH}/x.json", b"x", deadline=Deadline(5), replaces=None)
+        store.put(f"e{MAX_EPOCH}/versions/1.json", b"x", deadline=Deadline(5), replaces=None)
     else:
         found = store.get(name, deadline=Deadline(5))
         payload = found.data.partition(b"\n")[0].replace(b'"epoch":1', b'"epoch":%d' % MAX_EPOCH)
