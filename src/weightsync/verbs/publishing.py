@@ -123,8 +123,13 @@ def publish(
     urls = as_list(to, chosen.to, name="to")
     token = token_of(token)
     given = {"model_id": model_id, "port": port, "advertise": advertise}
+    no_route: ConfigError | None = None  # told to all ranks when they begin
     if (host := host or chosen.host) is None:
-        host = address_towards(urls, instead="say where the agent listens with host=") or "127.0.0.1"
+        try:
+            host = address_towards(urls, instead="say where the agent listens with host=")
+        except ConfigError as caught:
+            no_route = caught
+        host = host or "127.0.0.1"
     manager = WeightManager.from_config(
         settings.model_copy(update={"publish": chosen.model_copy(update={"to": ()})}),
         host=host,
@@ -146,14 +151,19 @@ def publish(
     publisher = Publisher(manager, notifier, last_wait_s=wait_s, storing=storing, lora=lora)
 
     def offloaded() -> Weights:
+        made: Weights
         if lora is None:
-            return _as_offloaded(weights, settings, name_map=name_map, bridge=bridge)
-        assert isinstance(weights, torch.nn.Module)
-        ranks = TrainingRanks(timeout_s=options.get("timeout_s", 60.0), alone=bool(options.get("alone")))
-        try:
-            return lora.extractor(weights, settings, ranks, name_map=name_map)
-        finally:
-            ranks.close()
+            made = _as_offloaded(weights, settings, name_map=name_map, bridge=bridge)
+        else:
+            assert isinstance(weights, torch.nn.Module)
+            ranks = TrainingRanks(timeout_s=options.get("timeout_s", 60.0), alone=bool(options.get("alone")))
+            try:
+                made = lora.extractor(weights, settings, ranks, name_map=name_map)
+            finally:
+                ranks.close()
+        if no_route is not None:
+            raise no_route
+        return made
 
     publisher.begin(offloaded)
     return publisher
