@@ -40,6 +40,7 @@ from weightsync.errors import (
     ConfigError,
     EngineUnreachableError,
     InvalidRequestError,
+    StateError,
     SyncFailedError,
     WeightSyncError,
 )
@@ -736,6 +737,23 @@ def test_a_model_of_other_names_fails_on_entry_on_every_rank_and_says_the_closes
             assert "closest that it has is 'blocks.0.wide.weight'" in said
             assert "name_map" in said
         assert asked(engine)[0] is None
+
+
+def test_a_push_that_is_closed_pushes_nothing() -> None:
+    """Seen red: it pushed, and built a transfer group that nobody closed."""
+    model, served = build(5), build(99, dtype=torch.bfloat16)
+    with weightsync.push(model, [served]) as push:
+        push.step()
+    before = live_bytes(served)
+    step(model)
+    with pytest.raises(StateError, match=r"this push is closed: step\(\) belongs into its with block"):
+        push.step()
+    for call in (push.sync.initialize, push.sync.check, lambda: push.sync.sync_weights(2)):
+        with pytest.raises(StateError, match="this PushSync is closed"):
+            call()
+    push.close()
+    push.sync.close()
+    assert live_bytes(served) == before
 
 
 def test_a_module_of_this_process_is_pushed_to_and_a_wrong_address_fails_on_entry() -> None:

@@ -252,7 +252,13 @@ class WeightManager(Closing):
         self._endpoints = [what["endpoint"] for what in told]
 
     def offload(
-        self, weights: Weights, version: int, rank: int | None = None, world_size: int | None = None
+        self,
+        weights: Weights,
+        version: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        error: WeightSyncError | None = None,
     ) -> OffloadReport:
         """Publishes the weights as they are now. Every rank, between two steps; returns when they may change again.
 
@@ -262,6 +268,7 @@ class WeightManager(Closing):
                 Megatron.
             version: rises within the run.
             rank, world_size: checked against `torch.distributed`, where given.
+            error: what this rank has found to be wrong before: every rank raises it, and nothing is published.
 
         Returns:
             What was done. Where every segment was still read, nothing was published, and the trainer goes on.
@@ -277,11 +284,13 @@ class WeightManager(Closing):
         assert ranks is not None
         assert steps is not None
         named = Version(run_id=self.run_id, number=version) if type(version) is int and version >= 0 else None
-        agreed = steps.agree(
-            weights,
-            version,
-            check=lambda: check_call(version, after=self._newest, given=(rank, world_size), ranks=ranks),
-        )
+
+        def check() -> None:
+            if error is not None:
+                raise error
+            check_call(version, after=self._newest, given=(rank, world_size), ranks=ranks)
+
+        agreed = steps.agree(weights, version, check=check)
         assert named is not None
         with self.recorder.phase("wait for a segment"):
             acquired = steps.acquire(agreed, self._reset)

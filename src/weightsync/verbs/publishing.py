@@ -21,7 +21,14 @@ from typing import Any
 import torch
 
 from weightsync.config import WeightSyncConfig
-from weightsync.errors import ConfigError, InvalidRequestError, StateError, WeightSyncError, as_weightsync_error
+from weightsync.errors import (
+    ConfigError,
+    ExtractError,
+    InvalidRequestError,
+    StateError,
+    WeightSyncError,
+    as_weightsync_error,
+)
 from weightsync.extract.base import training_rank
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
@@ -273,10 +280,14 @@ class Publisher(Closing):
         if self._closed:
             raise StateError("this publisher is closed: step() belongs into its with block")
         number = self._number + 1 if version is None else version
+        error: WeightSyncError | None = None
         if self._lora is not None:
-            self._lora.bind(self._weights)
+            try:
+                self._lora.bind(self._weights)
+            except Exception as caught:  # told to all ranks where they agree
+                error = as_weightsync_error(caught, ExtractError, "the adapter can't be published")
         try:
-            report = self._manager.offload(self._weights, number)
+            report = self._manager.offload(self._weights, number, error=error)
         finally:
             self._number = max(self._number, self._manager.newest)  # one that failed half-way is not used again
         self._missed = not report.published
