@@ -18,13 +18,14 @@ from tests.multiproc.pull_kit import shm_of, wait_until
 from tests.multiproc.spine import TOKEN
 from tests.multiproc.trainers import deepspeed_engine
 from tests.standins.lora import adapter_parameters, base_model, logits, peft_model, step
-from tests.standins.processes import Child, RankPool, children, free_port, preload
+from tests.standins.processes import Child, RankPool, children, free_port, preload, run_ranks
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
 from weightsync.load.merged import MergedAdapterLoader
 from weightsync.load.peft import PeftAdapterLoader
 from weightsync.peft_model import adapter_tensors
 from weightsync.tensors import byte_array
+from weightsync.types import Version
 
 preload("peft", "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2")
 MAKE: dict[str, Any] = {"kind": "qwen2", "rank": 64, "use_rslora": True, "alpha_pattern": {".*q_proj": 3}}
@@ -236,6 +237,45 @@ def test_sharded_trainers_publish_push_and_merge(backend: str) -> None:
     path = "gather" if backend == "deepspeed" else "shards"
     assert first == {"pushed": True, "untouched": True, "merged": True, "path": path, "pulled": True}
     assert second == {"untouched": True, "path": path}
+
+
+class _Base:
+    """A publisher of a base, which has published on rank 0 alone."""
+
+    def __init__(self, rank: int) -> None:
+        self.version = Version(run_id="base", number=1) if rank == 0 else None
+        self.model_id = "base"
+
+
+def _one_can_not_step(rank: int, world_size: int) -> list[str]:
+    model, said = peft_model(**SMALL), []
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError("no room for the forward pass")
+
+    with weightsync.publish(model, "lora", token=TOKEN, port=0, last_wait_s=0, canary=[1, 2, 3]) as publisher:
+        hook = model.register_forward_pre_hook(no_memory) if rank == 1 else None
+        for _ in range(2):
+            try:
+                said.append(f"version {publisher.step().version.number}")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+            if hook is not None:
+                hook.remove()
+    with weightsync.push(model, peft_model(**SMALL) if rank == 0 else None, base=_Base(rank)) as push:
+        try:
+            push.step()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_rank_that_can_not_ask_its_model_or_has_no_base_tells_all_ranks() -> None:
+    """Seen red: it left the step, untyped, and the others waited for it and took it for one that is gone."""
+    for canary, version, base in run_ranks(_one_can_not_step, 2):
+        assert canary.startswith("ExtractError: the canary's forward pass failed: MemoryError: no room")
+        assert version == "version 1"
+        assert base.startswith("ConfigError: the base's publisher has published nothing yet")
 
 
 def test_a_pulled_adapter_is_a_folder_that_peft_loads(tmp_path: Path) -> None:

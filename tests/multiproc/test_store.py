@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -16,12 +17,17 @@ import pytest
 
 from tests.multiproc.pull_kit import RefusedError, shm_of, wait_until
 from tests.multiproc.store_kit import SEED, StoreTrainer, host_of, in_environment, record, serves
-from tests.standins.processes import children
+from tests.standins.processes import children, run_ranks
 from tests.standins.stores import BUCKET, FaultProxy, at_endpoint, s3_server
 from weightsync.config import WeightSyncConfig
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.objects.opened import open_store
+from weightsync.trainer import sink_process
+from weightsync.trainer.publisher import WeightManager
+from weightsync.trainer.sink_process import SinkProcess
 from weightsync.types import Deadline
+from weightsync.types.sink import SinkConfig
+from weightsync.verbs import storing
 from weightsync.verbs.storing import sink_config
 
 pytest.importorskip("obstore")
@@ -282,3 +288,23 @@ def test_a_trainer_stores_nothing_in_a_memory_that_nobody_else_sees() -> None:
         sink_config(
             WeightSyncConfig(), store="memory://a/run", sign_key=None, model_id="m", token=None, certificate=None
         )
+
+
+def _slow_claim(rank: int, world_size: int, place: str) -> str:
+    storing._CLAIM_S = 0.0
+    sink_process._START_S = 8.0
+    SinkProcess._supervise = lambda sink: None  # type: ignore[method-assign]  # a writer that says nothing
+    config = SinkConfig(store=place, model_id="m", run_id="", agents=(), takeover_s=0.0)
+    with WeightManager("m", timeout_s=4.0) as manager:
+        manager.start()
+        with contextlib.closing(storing.Storing(manager, config)) as writer:
+            try:
+                writer.begin()
+            except WeightSyncError as error:
+                return f"{type(error).__name__}: {error}"
+    return "goes on"
+
+
+def test_a_claim_may_take_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    """Seen red: the other rank took rank 0, which waited for the store, for one that is gone."""
+    assert run_ranks(_slow_claim, 2, f"file://{tmp_path}/run") == ["goes on", "goes on"]

@@ -40,6 +40,7 @@ from weightsync.errors import (
     ConfigError,
     EngineUnreachableError,
     InvalidRequestError,
+    StateError,
     SyncFailedError,
     WeightSyncError,
 )
@@ -50,6 +51,7 @@ from weightsync.trainer.offload_steps import OffloadSteps
 from weightsync.types import Version
 from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState
 from weightsync.types.service import ModelStatus, NotifyRequest, ServiceStatus
+from weightsync.verbs import publishing
 from weightsync.verbs.publishing import Publisher
 
 _LONG_S = 60.0
@@ -263,6 +265,25 @@ def test_every_rank_of_a_sharded_trainer_writes_the_same_lines_and_its_host_need
         host = start(host_main, [], 0, talk=True, name="host")
         run_ranks(sharded_main, 2, host.recv(), free_port())
         assert serves(host, 3)
+
+
+def _no_route_main(rank: int, world_size: int) -> str:
+    def no_route(urls: object, *, instead: str) -> None:
+        if rank == 1:
+            raise ConfigError("no address of this machine leads to host-0")
+
+    publishing.address_towards = no_route  # type: ignore[assignment]
+    try:
+        with weightsync.publish(build(5), "actor", token=TOKEN, port=0, last_wait_s=0):
+            return "entered"
+    except WeightSyncError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_whose_host_has_no_route_to_the_others_tells_all_ranks() -> None:
+    """Seen red: that rank raised alone, and the others waited for it."""
+    for said in run_ranks(_no_route_main, 2):
+        assert said.startswith("ConfigError: no address of this machine leads to host-0")
 
 
 def test_what_can_be_checked_is_refused_on_entry() -> None:
@@ -716,6 +737,23 @@ def test_a_model_of_other_names_fails_on_entry_on_every_rank_and_says_the_closes
             assert "closest that it has is 'blocks.0.wide.weight'" in said
             assert "name_map" in said
         assert asked(engine)[0] is None
+
+
+def test_a_push_that_is_closed_pushes_nothing() -> None:
+    """Seen red: it pushed, and built a transfer group that nobody closed."""
+    model, served = build(5), build(99, dtype=torch.bfloat16)
+    with weightsync.push(model, [served]) as push:
+        push.step()
+    before = live_bytes(served)
+    step(model)
+    with pytest.raises(StateError, match=r"this push is closed: step\(\) belongs into its with block"):
+        push.step()
+    for call in (push.sync.initialize, push.sync.check, lambda: push.sync.sync_weights(2)):
+        with pytest.raises(StateError, match="this PushSync is closed"):
+            call()
+    push.close()
+    push.sync.close()
+    assert live_bytes(served) == before
 
 
 def test_a_module_of_this_process_is_pushed_to_and_a_wrong_address_fails_on_entry() -> None:

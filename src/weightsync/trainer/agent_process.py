@@ -102,23 +102,31 @@ class AgentProcess:
         self.endpoint = ""
         self.host_nonce = ""
 
-    def start(self) -> str:
-        """Starts it; its endpoint.
+    def start(self) -> None:
+        """Starts it; `wait_started` says whether it serves.
 
         Raises:
-            ConfigError: it could not listen, or the token is missing.
-            EngineUnreachableError: it did not start in time, or died.
+            ConfigError: it could not listen.
         """
         asked = {"port": self._config.port, "blocks_port": self._config.blocks_port}
         kept = {name: self._kept(asked[name]) for name in sorted(asked, key=lambda name: asked[name] == 0)}
         self._config = msgspec.structs.replace(self._config, **kept)
         closed_in_children(self, lambda agent: agent._ports.close())
         self._thread.start()
-        self._started.wait()  # at most as long as an agent may take, see `_begin`
+
+    def wait_started(self, timeout_s: float) -> bool:
+        """Whether it serves; waits for that at most so long.
+
+        Raises:
+            ConfigError: it could not listen, or the token is missing.
+            EngineUnreachableError: it did not start in time (see `_begin`), or died.
+        """
+        if not self._started.wait(timeout_s):
+            return False
         if self._failure is not None:
             self._ports.close()
             raise self._failure
-        return self.endpoint
+        return True
 
     @property
     def pid(self) -> int | None:

@@ -35,7 +35,6 @@ from weightsync.types.deadline import check_wait_s
 from weightsync.types.process import of_one_process
 
 BLOCK_BYTES = 4 << 20
-_ROUND_S = 1.0  # after so long ranks tell each other that they are still there
 
 __all__ = ["BLOCK_BYTES", "DeltaReport", "OffloadReport", "WeightManager"]
 
@@ -194,43 +193,57 @@ class WeightManager(Closing):
             deltas: returns when their delta codec is loaded too, which takes half a second, and some 12 s for the first
                 time on a machine. Otherwise they load it when a receiver has asked for a delta: the versions until
                 then go out in full.
-            error: what this rank has found to be wrong before: every rank raises it, and no agent is started here.
+            error: what this rank has found to be wrong before: every rank raises it, and no agent is started.
 
         Raises:
-            ConfigError: an agent can't listen where it was told to.
+            ConfigError: an agent can't listen where it was told to, or `run_id` is no name. On every rank.
             EngineUnreachableError: an agent did not start. On every rank.
+            StateError: there is no shared memory. On every rank. After any error this manager is closed.
             TrainerRankError: a rank is gone.
         """
         if self._closed:
             raise StateError("this WeightManager is closed")
         if self._endpoints:
             return
+        try:
+            self._start(deltas, error)
+        except BaseException:  # an interruption too: nobody may make a second agent over the first
+            self.close()
+            raise
+
+    def _start(self, deltas: bool, error: WeightSyncError | None) -> None:
         ranks = self._ranks = TrainingRanks(timeout_s=self._timeout_s, alone=self._alone)
-        check_names(self._given_run_id, self.model_id)
-        host = self._host_group or host_nonce()
-        said = ranks.exchange(
-            {"host": host, "run_id": self._given_run_id, "model_id": self.model_id, "incarnation": uuid.uuid4().hex}
+        host = ""
+        try:
+            check_names(self._given_run_id, self.model_id)
+            host = self._host_group or host_nonce()
+        except Exception as caught:
+            error = error or as_weightsync_error(caught, StateError, "this rank can't publish")
+        said = ranks.settle(
+            error, host=host, run_id=self._given_run_id, model_id=self.model_id, incarnation=uuid.uuid4().hex
         )
+        if len({what["model_id"] for what in said}) > 1:
+            raise ConfigError("training ranks made managers of different models: call them in one order")
         self.run_id = said[0]["run_id"] or f"run-{uuid.uuid4().hex[:12]}" if ranks.rank == 0 else ""
         self._hosts = [what["host"] for what in said]
-        endpoint = None
-        if self._hosts.index(host) == ranks.rank and error is None:
-            try:
+
+        def serves(seconds: float) -> bool:
+            if self._hosts.index(host) != ranks.rank:
+                return True
+            if self._agent is None:
                 config = msgspec.structs.replace(
                     self._config, incarnation=said[0]["incarnation"], load_delta_codec=deltas
                 )
                 self._agent = AgentProcess(config, self._heard, answer_within_s=self._agent_timeout_s)
-                endpoint = self._agent.start()
-                self._unsubscribe = self.recorder.subscribe(self._show)
-            except Exception as caught:
-                error = as_weightsync_error(caught, StateError, "the agent did not start")
-        if len({what["model_id"] for what in said}) > 1:
-            error = error or ConfigError("training ranks made managers of different models: call them in one order")
-        try:
-            told = ranks.settle(error, endpoint=endpoint, run_id=self.run_id)
-        except BaseException:
-            self.close()
-            raise
+                self._agent.start()
+            return self._agent.wait_started(seconds)
+
+        ranks.wait_together(serves, what="the agent did not start")
+        endpoint = None
+        if self._agent is not None:
+            endpoint = self._agent.endpoint
+            self._unsubscribe = self.recorder.subscribe(self._show)
+        told = ranks.settle(None, endpoint=endpoint, run_id=self.run_id)
         self.run_id = told[0]["run_id"]
         self._steps = OffloadSteps(
             ranks, self._hosts, model_id=self.model_id, dtype=self._dtype, guard_s=self._guard_s,
@@ -239,7 +252,13 @@ class WeightManager(Closing):
         self._endpoints = [what["endpoint"] for what in told]
 
     def offload(
-        self, weights: Weights, version: int, rank: int | None = None, world_size: int | None = None
+        self,
+        weights: Weights,
+        version: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        error: WeightSyncError | None = None,
     ) -> OffloadReport:
         """Publishes the weights as they are now. Every rank, between two steps; returns when they may change again.
 
@@ -249,6 +268,7 @@ class WeightManager(Closing):
                 Megatron.
             version: rises within the run.
             rank, world_size: checked against `torch.distributed`, where given.
+            error: what this rank has found to be wrong before: every rank raises it, and nothing is published.
 
         Returns:
             What was done. Where every segment was still read, nothing was published, and the trainer goes on.
@@ -264,11 +284,13 @@ class WeightManager(Closing):
         assert ranks is not None
         assert steps is not None
         named = Version(run_id=self.run_id, number=version) if type(version) is int and version >= 0 else None
-        agreed = steps.agree(
-            weights,
-            version,
-            check=lambda: check_call(version, after=self._newest, given=(rank, world_size), ranks=ranks),
-        )
+
+        def check() -> None:
+            if error is not None:
+                raise error
+            check_call(version, after=self._newest, given=(rank, world_size), ranks=ranks)
+
+        agreed = steps.agree(weights, version, check=check)
         assert named is not None
         with self.recorder.phase("wait for a segment"):
             acquired = steps.acquire(agreed, self._reset)
@@ -358,23 +380,12 @@ class WeightManager(Closing):
 
         Raises:
             TrainerRankError: a rank is gone.
-            StateError: `start` has not come yet, or `close` has.
+            StateError: `start` has not come yet, or `close` has; or rank 0 could not wait.
         """
         ranks = self._ranks
         if self._closed or ranks is None or not self._endpoints:
             raise StateError("this WeightManager is closed, or was not started")
-        is_done, error = False, None
-        while not is_done:
-            try:
-                is_done = ranks.rank == 0 and done(_ROUND_S)
-            except Exception as caught:
-                error = as_weightsync_error(caught, StateError, "rank 0 could not wait")
-            is_done = ranks.settle(error, done=is_done)[0]["done"]
-
-    def settle(self, error: WeightSyncError | None) -> None:
-        """Every rank calls it, after `start`; where one has an error, all raise it."""
-        if self._ranks is not None:
-            self._ranks.settle(error)
+        ranks.wait_together(lambda seconds: ranks.rank != 0 or done(seconds), what="rank 0 could not wait")
 
     def close(self) -> None:
         """Ends the agent and unlinks the segments. Receivers go on with what they serve. Idempotent.

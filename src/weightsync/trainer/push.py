@@ -151,6 +151,7 @@ class PushSync:
             sharer=sharer,
         )
         self._busy = threading.Lock()
+        self._closed = False
         self._ranks: TrainingRanks | None = None
         self._extraction: LockstepExtraction | None = None
         self._last: Version | None = None
@@ -252,11 +253,12 @@ class PushSync:
                 self._engines.group.leave()
             ranks.settle(error)
 
-    def sync_weights(self, version: int) -> SyncReport:
+    def sync_weights(self, version: int, *, error: WeightSyncError | None = None) -> SyncReport:
         """Pushes the model's present weights as `version`. Every training rank calls it; all return the same.
 
         Args:
             version: rises from call to call; repeating the last one is allowed while the bytes are the same.
+            error: what this rank has found to be wrong before: every rank raises it, and nothing is sent.
 
         Raises:
             SyncInProgressError: another sync of this object runs. It is not disturbed.
@@ -274,7 +276,7 @@ class PushSync:
             if not isinstance(version, int) or isinstance(version, bool) or version < 0:
                 raise InvalidRequestError(f"a version is a whole number from 0 on, not {version!r}")
             deadline = Deadline(self._transfer_timeout_s)
-            self._agree_on_start(ranks, version)
+            self._agree_on_start(ranks, version, error)
             goal = Version(run_id=str(self.run_id), number=version)
             run = PushSession(self._parts, ranks, goal, deadline)
             try:
@@ -321,6 +323,7 @@ class PushSync:
             SyncInProgressError: a sync is running; it goes on.
         """
         with self._exclusive():
+            self._closed = True
             self._engines.close()
             self._parts.codec.close()
             if self._parts.sharer is not None:
@@ -348,13 +351,14 @@ class PushSync:
             self._busy.release()
 
     def _training_ranks(self) -> TrainingRanks:
+        if self._closed:
+            raise StateError("this PushSync is closed")
         if self._ranks is None:
             self._ranks = TrainingRanks(timeout_s=self._transfer_timeout_s + _SETTLE_MARGIN_S, alone=self._alone)
         return self._ranks
 
-    def _agree_on_start(self, ranks: TrainingRanks, version: int) -> None:
+    def _agree_on_start(self, ranks: TrainingRanks, version: int, error: WeightSyncError | None) -> None:
         """Every rank has the same version, strategy, tensors and chunks, or nobody starts."""
-        error: WeightSyncError | None = None
         start: dict[str, Any] = {"version": version, "strategy": self._strategy_name, "tensors": "", "chunks": ""}
         try:
             if self.run_id is None:
@@ -364,7 +368,8 @@ class PushSync:
             extractor, dtype = self._parts.extractor, self._parts.dtype
             start.update(self._stream_said(extractor.metadata(dtype), extractor.chunk_plan(dtype)))
         except Exception as caught:
-            error = as_weightsync_error(caught, ExtractError, "reading the model's tensors failed", rank=ranks.rank)
+            message = "reading the model's tensors failed"
+            error = error or as_weightsync_error(caught, ExtractError, message, rank=ranks.rank)
         for rank, said in enumerate(ranks.settle(error, start=start)):
             other = said.get("start")
             if other is None:

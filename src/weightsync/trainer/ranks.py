@@ -17,7 +17,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import TrainerRankError, WeightSyncError, error_from_dict, is_consequence
+from weightsync.errors import (
+    StateError,
+    TrainerRankError,
+    WeightSyncError,
+    as_weightsync_error,
+    error_from_dict,
+    is_consequence,
+)
 from weightsync.net.auth import is_loopback
 from weightsync.net.routes import interface_towards, name_leads_here
 from weightsync.transfer.native import NativeThread
@@ -25,6 +32,7 @@ from weightsync.types import Deadline
 
 _GROUP = "group"  # what the thread holds
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_ROUND_S = 1.0  # after so long ranks that wait tell each other that they are still there
 _T = TypeVar("_T")
 
 
@@ -144,6 +152,27 @@ class TrainingRanks:
             self.agreed_error = None
             return said
         raise self.agreed_error
+
+    def wait_together(self, done: Callable[[float], bool], *, what: str) -> None:
+        """Every rank calls it; returns on all of them when `done` has said so on each. Waits as long as that takes: in
+        rounds, so that nobody takes a rank that waits for one that is gone.
+
+        Args:
+            done: whether there is nothing to wait for here; waits for that, at most the seconds that it is given. It is
+                not asked again after that.
+            what: has failed where `done` raises what is not typed.
+
+        Raises:
+            WeightSyncError: `done` raised it, here or on another rank.
+            TrainerRankError: a rank is gone.
+        """
+        is_done, are_done, error = False, False, None
+        while not are_done:
+            try:
+                is_done = is_done or done(_ROUND_S)
+            except Exception as caught:
+                error = as_weightsync_error(caught, StateError, what)
+            are_done = all(said["done"] for said in self.settle(error, done=is_done))
 
     def give_up(self, why: str) -> None:
         """A thread is left inside an exchange: from here on every exchange fails at once instead of pairing with it."""

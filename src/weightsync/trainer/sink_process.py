@@ -48,8 +48,9 @@ class SinkProcess:
     def __init__(self, config: SinkConfig) -> None:
         self._config = msgspec.structs.replace(config, writer=config.writer or uuid.uuid4().hex)
         self._changed = threading.Condition()
-        self._begun = self._claimed = False
+        self._claimed = False
         self._closed = False
+        self._wait_s = self._until_s = 0.0  # for its claim; until when
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._supervise, name="weightsync-sink", daemon=True)
         self.newest: Version | None = None
@@ -57,20 +58,33 @@ class SinkProcess:
         self.failed: WeightSyncError | None = None
 
     def start(self, *, wait_s: float) -> None:
-        """Starts it, and waits for its claim of the place, at most so long: a store that is not there may come later.
+        """Starts it; `wait_claimed` says whether somebody has to wait for it.
+
+        Args:
+            wait_s: how long its claim of the place is worth a wait: a store that is not there may come later.
+        """
+        # a busy machine takes its time to load torch: that is no silence of the store
+        self._wait_s, self._until_s = wait_s, time.monotonic() + _START_S + wait_s
+        self._thread.start()
+
+    def wait_claimed(self, timeout_s: float) -> bool:
+        """Whether there is nothing to wait for: it has claimed the place, or will not in time, and the trainer goes on.
+        Waits for that at most so long.
 
         Raises:
             RunClaimedError: another trainer writes there.
             WeightSyncError: the store refuses the credential, or the URL is none.
         """
-        self._thread.start()
-        with self._changed:  # a busy machine takes its time to load torch: that is no silence of the store
-            self._changed.wait_for(lambda: self._begun or self.error is not None, _START_S)
-            self._changed.wait_for(lambda: self._claimed or self.error is not None, wait_s)
+        with self._changed:
+            left_s = max(0.0, self._until_s - time.monotonic())
+            self._changed.wait_for(lambda: self._claimed or self.error is not None, min(timeout_s, left_s))
             if self.failed is not None:
                 raise self.failed
             if not self._claimed:
+                if self.error is None and time.monotonic() < self._until_s:
+                    return False
                 _logger.warning("%s is not claimed yet: the trainer goes on", self._config.store)
+            return True
 
     @property
     def pid(self) -> int | None:
@@ -157,7 +171,7 @@ class SinkProcess:
         with self._changed:
             match event:
                 case Begun():
-                    self._begun = True
+                    self._until_s = min(self._until_s, time.monotonic() + self._wait_s)
                 case Claimed():
                     self._claimed = True
                 case Stored():

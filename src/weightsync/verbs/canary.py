@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weightsync.errors import ConfigError, ExtractError, InvalidRequestError
+from weightsync.errors import ConfigError, ExtractError, InvalidRequestError, as_weightsync_error
 from weightsync.types.canary import Canary
 
 TOLERANCE = 0.1
@@ -38,7 +38,7 @@ class TrainerCanary:
         """One forward pass, without gradients and without dropout; the model's mode is as before.
 
         Raises:
-            ExtractError: the model gives no logits.
+            ExtractError: the forward pass fails, or the model gives no logits.
         """
         device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
         training = {module: module.training for module in self._model.modules()}
@@ -46,6 +46,8 @@ class TrainerCanary:
         try:
             with torch.no_grad():
                 told = self._model(input_ids=torch.tensor([self._tokens], dtype=torch.int64, device=device))
+        except Exception as caught:
+            raise as_weightsync_error(caught, ExtractError, "the canary's forward pass failed") from caught
         finally:
             for module, was in training.items():
                 module.training = was

@@ -21,7 +21,14 @@ from typing import Any
 import torch
 
 from weightsync.config import WeightSyncConfig
-from weightsync.errors import ConfigError, InvalidRequestError, StateError, WeightSyncError, as_weightsync_error
+from weightsync.errors import (
+    ConfigError,
+    ExtractError,
+    InvalidRequestError,
+    StateError,
+    WeightSyncError,
+    as_weightsync_error,
+)
 from weightsync.extract.base import training_rank
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
@@ -123,8 +130,13 @@ def publish(
     urls = as_list(to, chosen.to, name="to")
     token = token_of(token)
     given = {"model_id": model_id, "port": port, "advertise": advertise}
+    no_route: ConfigError | None = None  # told to all ranks when they begin
     if (host := host or chosen.host) is None:
-        host = address_towards(urls, instead="say where the agent listens with host=") or "127.0.0.1"
+        try:
+            host = address_towards(urls, instead="say where the agent listens with host=")
+        except ConfigError as caught:
+            no_route = caught
+        host = host or "127.0.0.1"
     manager = WeightManager.from_config(
         settings.model_copy(update={"publish": chosen.model_copy(update={"to": ()})}),
         host=host,
@@ -146,14 +158,19 @@ def publish(
     publisher = Publisher(manager, notifier, last_wait_s=wait_s, storing=storing, lora=lora)
 
     def offloaded() -> Weights:
+        made: Weights
         if lora is None:
-            return _as_offloaded(weights, settings, name_map=name_map, bridge=bridge)
-        assert isinstance(weights, torch.nn.Module)
-        ranks = TrainingRanks(timeout_s=options.get("timeout_s", 60.0), alone=bool(options.get("alone")))
-        try:
-            return lora.extractor(weights, settings, ranks, name_map=name_map)
-        finally:
-            ranks.close()
+            made = _as_offloaded(weights, settings, name_map=name_map, bridge=bridge)
+        else:
+            assert isinstance(weights, torch.nn.Module)
+            ranks = TrainingRanks(timeout_s=options.get("timeout_s", 60.0), alone=bool(options.get("alone")))
+            try:
+                made = lora.extractor(weights, settings, ranks, name_map=name_map)
+            finally:
+                ranks.close()
+        if no_route is not None:
+            raise no_route
+        return made
 
     publisher.begin(offloaded)
     return publisher
@@ -263,10 +280,14 @@ class Publisher(Closing):
         if self._closed:
             raise StateError("this publisher is closed: step() belongs into its with block")
         number = self._number + 1 if version is None else version
+        error: WeightSyncError | None = None
         if self._lora is not None:
-            self._lora.bind(self._weights)
+            try:
+                self._lora.bind(self._weights)
+            except Exception as caught:  # told to all ranks where they agree
+                error = as_weightsync_error(caught, ExtractError, "the adapter can't be published")
         try:
-            report = self._manager.offload(self._weights, number)
+            report = self._manager.offload(self._weights, number, error=error)
         finally:
             self._number = max(self._number, self._manager.newest)  # one that failed half-way is not used again
         self._missed = not report.published

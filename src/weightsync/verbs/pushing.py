@@ -26,7 +26,14 @@ import torch
 
 from weightsync.clients.controller import ControllerClient
 from weightsync.config import WeightSyncConfig, select_strategy
-from weightsync.errors import ConfigError, TransferAbortedError, WeightSyncError, as_weightsync_error
+from weightsync.errors import (
+    ConfigError,
+    ExtractError,
+    StateError,
+    TransferAbortedError,
+    WeightSyncError,
+    as_weightsync_error,
+)
 from weightsync.extract.base import WeightExtractor
 from weightsync.handles.by_url import read_engine_url
 from weightsync.handles.fanout import EngineFanout
@@ -187,6 +194,7 @@ class Pusher(Closing):
         self._opened = opened
         self._taker = taker
         self._number = 0
+        self._closed = False
         self._is_owed = False  # the newest version was not due, and was not pushed
 
     @property
@@ -221,17 +229,27 @@ class Pusher(Closing):
             SyncFailedError: engines failed; `causes` says which and why. They serve their old version, or refuse to
                 serve. The next step starts over with those that answer.
             TrainerRankError: a rank is gone: restart the job.
+            StateError: this push is closed.
             WeightSyncError: as for its kind; as with SyncFailedError. A controller refuses what it is told: another run
                 has taken over.
         """
+        if self._closed:
+            raise StateError("this push is closed: step() belongs into its with block")
         number = self._number + 1 if version is None else version
-        if self._bind is not None:
-            self._bind()
         try:
-            return self._sync.sync_weights(number) if self._taker is None else self._ordered(number, self._taker)
+            return self._pushed(number) if self._taker is None else self._ordered(number, self._taker)
         finally:
             if type(number) is int:
                 self._number = max(self._number, number)  # a number that failed half-way is not used again
+
+    def _pushed(self, number: int) -> SyncReport:
+        error: WeightSyncError | None = None
+        if self._bind is not None:
+            try:
+                self._bind()
+            except Exception as caught:  # told to all ranks where they agree
+                error = as_weightsync_error(caught, ExtractError, "the adapter can't be pushed")
+        return self._sync.sync_weights(number, error=error)
 
     def _ordered(self, number: int, taker: OrderTaker, *, last: bool = False) -> SyncReport | None:
         order = taker.next(self._sync.run_id, number, last=last)
@@ -240,7 +258,7 @@ class Pusher(Closing):
             return None
         outcome: SyncReport | WeightSyncError = TransferAbortedError("the trainer was interrupted")
         try:
-            outcome = self._sync.sync_weights(number)
+            outcome = self._pushed(number)
             return outcome
         except WeightSyncError as error:
             outcome = error
@@ -254,6 +272,7 @@ class Pusher(Closing):
         Args:
             wait: whether a last version that was not due is pushed before: the weights as they are now.
         """
+        self._closed = True
         with self._opened:
             try:
                 if wait and self._is_owed and self._taker is not None:
@@ -269,8 +288,6 @@ class Pusher(Closing):
     def _push_the_last(self, taker: OrderTaker) -> None:
         self._is_owed, number = False, self._number
         try:
-            if self._bind is not None:
-                self._bind()
             report = self._ordered(number, taker, last=True)
         except WeightSyncError as failed:
             _logger.warning("the last version, %d, was not pushed: %s", number, failed)

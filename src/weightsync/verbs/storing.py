@@ -9,7 +9,7 @@ import time
 import msgspec
 
 from weightsync.config import WeightSyncConfig
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError
 from weightsync.objects.urls import checked_store_url
 from weightsync.trainer.publisher import WeightManager
 from weightsync.trainer.sink_process import SinkProcess
@@ -74,21 +74,22 @@ class Storing:
         self.sink: SinkProcess | None = None
 
     def begin(self) -> None:
-        """Starts the writer.
+        """Starts the writer, and waits for its claim of the place.
 
         Raises:
             RunClaimedError: another trainer writes into this place. On every rank.
             WeightSyncError: the store refuses the credential, or the key can't be read.
         """
-        error: WeightSyncError | None = None
-        if self._manager.is_first_rank:
-            told = msgspec.structs.replace(self._config, run_id=self._manager.run_id, agents=self._manager.endpoints)
-            self.sink = SinkProcess(told)
-            try:
+
+        def claimed(seconds: float) -> bool:
+            if self.sink is None:
+                manager = self._manager
+                told = msgspec.structs.replace(self._config, run_id=manager.run_id, agents=manager.endpoints)
+                self.sink = SinkProcess(told)
                 self.sink.start(wait_s=_CLAIM_S + told.takeover_s)
-            except WeightSyncError as caught:
-                error = caught
-        self._manager.settle(error)
+            return self.sink.wait_claimed(seconds)
+
+        self._manager.wait_for_first_rank(claimed)
 
     def wait(self, newest: Version, *, timeout_s: float) -> None:
         """Until a version is in the store; a warning says why it is not, after so long."""

@@ -1,14 +1,22 @@
-"""WeightManager: what it refuses before anything is started. The rest is in `multiproc/test_offload*.py`."""
+"""WeightManager: what it refuses before anything is started, and how its ranks start together. The rest is in
+`multiproc/test_offload*.py`."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import re
+import signal
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weightsync.errors import InvalidRequestError, StateError
+from tests.standins.processes import run_ranks
+from weightsync.errors import EngineUnreachableError, InvalidRequestError, StateError
+from weightsync.trainer import publisher
+from weightsync.trainer.agent_run import AgentRun
 from weightsync.trainer.publisher import WeightManager
 
 
@@ -28,3 +36,75 @@ def test_a_wait_that_nobody_can_wait_is_refused(timeout_s: float) -> None:
 def test_a_version_is_a_whole_number_and_0_seconds_are_a_look(version: Any, error: type[Exception]) -> None:
     with contextlib.closing(WeightManager("m")) as manager, pytest.raises(error):
         manager.wait_published(version, timeout_s=0)
+
+
+# --- ranks that start together ---
+
+
+def outcome(manager: WeightManager) -> str:
+    try:
+        manager.start()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        manager.close()
+    return "started"
+
+
+def _one_can_not(rank: int, world_size: int, what: str) -> str:
+    def refused() -> str:
+        raise OSError("Read-only file system")
+
+    if what == "memory" and rank == 1:
+        publisher.host_nonce = refused
+    return outcome(WeightManager("m", run_id="" if what == "name" and rank == 1 else None))
+
+
+@pytest.mark.parametrize(
+    ("what", "why"), [("name", "ConfigError: run_id"), ("memory", "StateError: .*Read-only file system")]
+)
+def test_what_one_rank_finds_before_the_first_agreement_is_told_to_all(what: str, why: str) -> None:
+    """Seen red: that rank raised, once untyped, and the others waited for it, and then said that it was gone."""
+    for said in run_ranks(_one_can_not, 2, what):
+        assert re.match(why, said)
+
+
+def _slow_agent(rank: int, world_size: int) -> str:
+    ready = AgentRun.ready
+
+    def slow(run: AgentRun, timeout_s: float) -> Any:
+        run._closed.wait(8.0)
+        return ready(run, timeout_s)
+
+    AgentRun.ready = slow  # type: ignore[method-assign]
+    return outcome(WeightManager("m", timeout_s=4.0))
+
+
+def test_an_agent_may_take_longer_to_start_than_ranks_wait_for_each_other() -> None:
+    """Seen red: the other rank took rank 0, which waited for its agent, for one that is gone."""
+    assert run_ranks(_slow_agent, 2) == ["started", "started"]
+
+
+def _interrupted(rank: int, world_size: int) -> list[bool]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    pids: list[int] = []
+
+    def interrupts(run: AgentRun, timeout_s: float) -> Any:
+        pids.append(run.pid)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        run._closed.wait(60.0)
+        raise EngineUnreachableError("it was closed")
+
+    AgentRun.ready = interrupts  # type: ignore[method-assign]
+    manager = WeightManager("m")
+    with pytest.raises(KeyboardInterrupt):
+        manager.start()
+    there = [Path(f"/proc/{pid}").exists() for pid in pids]
+    with pytest.raises(StateError, match="closed"):
+        manager.offload({}, 1)
+    return there
+
+
+def test_ctrl_c_while_the_agent_starts_leaves_no_agent() -> None:
+    """Seen red: the agent and its ports stayed, and the next call made another one."""
+    assert run_ranks(_interrupted, 1) == [[False]]

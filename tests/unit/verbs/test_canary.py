@@ -44,6 +44,14 @@ def test_a_prompt_that_is_none_is_refused(tokens: list[int]) -> None:
         TrainerCanary(Model(), tokens)
 
 
+def test_a_forward_pass_that_fails_is_typed() -> None:
+    """Seen red: a token beyond the vocabulary was a bare IndexError."""
+    model = Model().train()
+    with pytest.raises(ExtractError, match="the canary's forward pass failed: IndexError"):
+        TrainerCanary(model, [1, 8]).read()
+    assert model.training
+
+
 def test_a_model_without_logits_is_refused() -> None:
     class Odd(Model):
         def forward(self, input_ids: torch.Tensor) -> types.SimpleNamespace:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from weightsync.agent.api import TransferAgent as TransferAgent
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.host.puller import Puller
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staging import Staging
@@ -171,7 +171,13 @@ class WeightManager(publisher.WeightManager):
         self.config = config
 
     def offload(
-        self, weights: Weights, version: int, rank: int | None = None, world_size: int | None = None
+        self,
+        weights: Weights,
+        version: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        *,
+        error: WeightSyncError | None = None,
     ) -> OffloadReport:
         """See ours; a rank and a world size that are not given are the configuration's."""
         sender = self.config.sender_config
@@ -180,6 +186,7 @@ class WeightManager(publisher.WeightManager):
             version,
             sender.trainer_global_rank if rank is None else rank,
             sender.trainer_world_size if world_size is None else world_size,
+            error=error,
         )
 
 
