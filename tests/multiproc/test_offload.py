@@ -349,6 +349,17 @@ def test_memory_that_was_freed_since_the_first_step_is_not_published() -> None:
             manager.offload(model, 2)
 
 
+def test_of_many_small_tensors_none_is_published_whose_memory_was_shrunk() -> None:
+    """Seen red: one loop copies them, and it looked at addresses alone."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(64)) for _ in range(1100)])
+    with WeightManager("m") as manager:
+        for version in (1, 2):
+            assert manager.offload(model, version).published
+        model[5].untyped_storage().resize_(16)
+        with pytest.raises(WeightSyncError, match="memory ends before"):
+            manager.offload(model, 3)
+
+
 def test_a_gathered_copy_has_the_time_that_its_size_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: a model that takes longer than ranks wait for each other was never published."""
     given_s: list[float] = []

@@ -30,7 +30,6 @@ ELSEWHERE = {
     "control/instance": "unit/control/test_pool.py",
     "control/locks": "unit/control/test_controller.py",
     # Processes and commands: tested as a user runs them.
-    "agent/deltas": "multiproc/test_pull_delta.py",
     "agent/delta_file": "multiproc/test_pull_kills.py",
     "agent/metrics": "multiproc/test_offload_agent.py",
     "agent/proved": "multiproc/test_pull_delta.py",

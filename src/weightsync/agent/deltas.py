@@ -244,6 +244,10 @@ class Deltas:
         except (_AskedBackError, DeltaTooLargeError) as error:
             self._say(str(error), new.publication)
             return False
+        except Exception as error:  # e.g. a GPU without memory: what was proved goes out in full
+            check_cancelled()
+            self._say(f"it could not be made: {type(error).__name__}: {error}", new.publication)
+            return False
         held.end()  # nothing is read of it any more
         if encoded.nbytes > most_bytes:  # with its head
             self._say(f"a delta takes more than the {most_bytes} bytes that it may have", new.publication)
@@ -251,7 +255,7 @@ class Deltas:
         self._keep_within(budget_bytes - encoded.nbytes, before=held.older)
         try:
             stored, segment = store(encoded, held.older, new, endpoint=self._endpoint(), block_bytes=_BLOCK_BYTES)
-        except SharedMemoryError as error:
+        except (SharedMemoryError, OSError) as error:
             self._say(str(error), new.publication)
             return False
         with self._lock:

@@ -7,6 +7,7 @@ import re
 import stat
 
 from weightsync.errors import SharedMemoryError, UnsupportedError
+from weightsync.types.scarcity import is_passing
 
 PREFIX = "weightsync-"
 _NAME = re.compile(r"weightsync-[0-9A-Za-z][0-9A-Za-z-]{0,200}")
@@ -84,9 +85,8 @@ def open_own(name: str, flags: int) -> int:
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise SharedMemoryError(
-            f"{path} can't be opened ({error.strerror}): its owner has closed it or is gone, or it is another user's"
-        ) from error
+        why = "" if is_passing(error) else ": its owner has closed it or is gone, or it is another user's"
+        raise SharedMemoryError(f"{path} can't be opened ({error.strerror}){why}") from error
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         os.close(fd)

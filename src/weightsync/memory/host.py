@@ -36,7 +36,13 @@ def host_nonce() -> str:
         SharedMemoryError: it can't be made.
         UnsupportedError: the system has no named shared memory.
     """
-    usual = f"{PREFIX}host-{os.geteuid()}"
+    try:
+        return _host_nonce(f"{PREFIX}host-{os.geteuid()}")
+    except OSError as error:
+        raise SharedMemoryError(f"{folder()} can't be used: {error}", state_left="nothing was made") from error
+
+
+def _host_nonce(usual: str) -> str:
     found = _read(usual) or _found(usual)
     if found is None:
         with _turn():

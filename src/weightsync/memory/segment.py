@@ -56,7 +56,8 @@ class Segment(Closing):
     def __init__(self, size_bytes: int, *, mapped: bool = True) -> None:
         if size_bytes < 1:
             raise SharedMemoryError(f"a segment has at least one byte, not {size_bytes}")
-        reclaim_dead()
+        with contextlib.suppress(OSError):  # it costs nobody a segment that others' can't be cleaned up just now
+            reclaim_dead()
         self.size_bytes = size_bytes
         self.name, self._lock_fd = locked_file()
         self._pid = os.getpid()
@@ -219,10 +220,17 @@ def _punch(lock: Lock, size_bytes: int) -> None:
 
 
 def locked_file() -> tuple[str, int]:
-    """A new, empty file that `reclaim_dead` leaves alone while its descriptor is open: its name and descriptor."""
+    """A new, empty file that `reclaim_dead` leaves alone while its descriptor is open: its name and descriptor.
+
+    Raises:
+        SharedMemoryError: none can be made.
+    """
     while True:
         name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        fd = os.open(path_of(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(path_of(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SharedMemoryError(f"{path_of(name)} can't be made: {error}", state_left="nothing was made") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(fd).st_nlink:

@@ -12,6 +12,7 @@ from weightsync.errors import SharedMemoryError
 from weightsync.memory import Lock, Reader, Segment, is_read
 from weightsync.trainer.spare import SpareSegment, pinned_segment
 from weightsync.types import Deadline
+from weightsync.types.scarcity import is_passing
 
 _POLL_S = 0.002
 _NUM_SEGMENTS = 2
@@ -158,10 +159,13 @@ class PublicationBuffer:
                     return WriteTurn(segment=segment, lock=Lock(segment.name, None))
                 except BlockingIOError:
                     continue
-                except SharedMemoryError as error:  # somebody took its name away: nobody can be given it any more
+                except SharedMemoryError as error:
+                    if is_passing(error):  # nobody knows its readers just now
+                        continue
+                    # somebody took its name away: nobody can be given it any more, and who has it may read on
                     _logger.warning("a segment is lost, and replaced: %s", error)
                     self._segments.remove(segment)
-                    self._spare.give_back(segment)
+                    self._spare.drop(segment)
         return None
 
     def _held(self) -> bool:

@@ -21,7 +21,7 @@ from weightsync.errors import InvalidRequestError
 from weightsync.many import MANY, plain_addresses
 from weightsync.memory import SharedSegment
 from weightsync.plan.safetensors import Layout
-from weightsync.tensors import cut_out, tensor_from_bytes, torch_dtype
+from weightsync.tensors import cut_out, has_its_memory, tensor_from_bytes, torch_dtype
 from weightsync.trainer.buffer import WriteTurn
 from weightsync.transfer.ipc_copy import Copier
 from weightsync.types import Box, TensorSpec, Version
@@ -37,7 +37,7 @@ Place = tuple[str, Box | None]
 _logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class _Runs:
     """Places that lie in one piece, as one loop copies them.
 
@@ -48,6 +48,7 @@ class _Runs:
         total_bytes: of all.
         pick: takes their tensors out of those of all places.
         others: the places that are not among them.
+        seen: the tensors' addresses at the last copy.
     """
 
     offsets: Int64s
@@ -58,6 +59,7 @@ class _Runs:
     maybe_complex: bool
     pick: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
     others: tuple[int, ...]
+    seen: Int64s | None = None
 
 
 class SegmentWriter:
@@ -173,6 +175,10 @@ class SegmentWriter:
         )
         if addresses is None:
             return False
+        new = range(len(tensors)) if runs.seen is None else np.flatnonzero(addresses != runs.seen).tolist()
+        if not all(has_its_memory(tensors[index]) for index in new):  # whose address is as before was looked at
+            return False
+        runs.seen = addresses
         self._copier.copy_runs(runs.offsets + self._flat.data_ptr(), addresses, runs.sizes)
         return True
 
@@ -321,9 +327,7 @@ def write_header(memory: memoryview, layout: Layout, stamp: Version | None, mode
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
     """Raises InvalidRequestError where a tensor lies in one piece, and its storage was freed or shrunk: what is there
     by now is not published."""
-    if not tensor.numel() or not tensor.is_contiguous():
-        return
-    if (tensor.storage_offset() + tensor.numel()) * tensor.itemsize > tensor.untyped_storage().nbytes():
+    if tensor.numel() and tensor.is_contiguous() and not has_its_memory(tensor):
         raise InvalidRequestError(
             "the tensor's memory ends before it does: its storage was freed, or shrunk", parameter=name
         )

@@ -107,6 +107,12 @@ class SpareSegment:
         with self._changed:
             return self._changed.wait_for(lambda: not (self.under_way or self._old or self._busy), timeout_s)
 
+    def drop(self, segment: Segment) -> None:
+        """Closes a segment of which nobody knows who reads it: whoever maps it keeps its memory."""
+        if self._let_go is not None:
+            self._let_go(segment.memory)
+        segment.close()
+
     def free(self, segment: Segment) -> None:
         """Frees a segment's memory, though others still map it, and closes it. Takes long; see `give_back`."""
         try:

@@ -177,6 +177,17 @@ def test_a_tensor_whose_memory_ends_before_it_does_is_refused() -> None:
         assert caught.value.parameter == "a"
 
 
+@pytest.mark.parametrize("num_bytes", [0, 16])
+def test_memory_that_was_freed_since_the_last_step_is_not_published(num_bytes: int) -> None:
+    """Seen red: the tensors looked as they had looked, and the process ended with a segmentation fault."""
+    model = nn.Linear(64, 64)
+    extractor = ModuleWeightExtractor(model)
+    assert list(extractor.extract_weights())
+    model.weight.untyped_storage().resize_(num_bytes)
+    with pytest.raises(ExtractError, match="memory ends before"):
+        list(extractor.extract_weights())
+
+
 def test_wrappers_leave_no_trace_in_the_names() -> None:
     model = Model()
     model.attn = checkpoint_wrapper(model.attn)

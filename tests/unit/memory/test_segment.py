@@ -392,3 +392,15 @@ def test_what_lies_under_the_nonces_name_is_not_believed_and_does_not_stop_it(ow
     one = host_nonce()
     path.rmdir() if kind == "folder" else path.unlink()
     assert host_nonce() == one, "a name that gets free changes nothing"
+
+
+def test_no_descriptor_left_is_a_typed_error() -> None:
+    """Seen red: a bare OSError, of both."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for call in (lambda: Segment(1), host_nonce):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+        try:
+            with pytest.raises(SharedMemoryError, match="Too many open files"):
+                call()  # type: ignore[operator]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)

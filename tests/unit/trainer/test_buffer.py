@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import SharedMemoryError
-from weightsync.memory import Lock, Reader, Segment, SharedSegment, folder, is_read
+from weightsync.memory import Lock, MappedSegment, Reader, Segment, SharedSegment, folder, is_read
 from weightsync.trainer import spare
 from weightsync.trainer.buffer import PublicationBuffer, WriteTurn
 
@@ -556,4 +556,30 @@ def test_a_spare_that_nobody_took_goes_though_nothing_is_published(
     while sorted(os.listdir(own_folder)) != sorted(names):
         assert time.monotonic() < end
         time.sleep(0.01)
+    buffer.close()
+
+
+@pytest.mark.parametrize("why", ["no descriptor is left", "its name is gone"])
+def test_a_lease_keeps_its_memory_whatever_the_trainer_can_not_find_out(why: str, own_folder: Path) -> None:
+    """Seen red: the segment was taken for one that nobody reads, and its reader saw zeros."""
+    buffer = PublicationBuffer(1 << 16, guard_s=0.05)
+    turn = buffer.acquire(nothing)
+    assert turn is not None
+    turn.segment.memory[:4] = b"held"
+    buffer.written(turn)
+    name = turn.segment.name
+    with Lock(name, Reader.MAPPED), contextlib.closing(MappedSegment(name, need_bytes=1)) as mapped:
+        written(buffer)
+        if why == "its name is gone":
+            (own_folder / name).unlink()
+            written(buffer)
+        else:
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+            try:
+                assert buffer.acquire(nothing) is None
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert buffer._spare.settle(20)
+        assert bytes(mapped.memory[:4]) == b"held"
     buffer.close()

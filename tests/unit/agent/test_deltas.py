@@ -1,0 +1,70 @@
+"""Deltas: what is proved is served in full where none can be made. With bytes: tests/multiproc/test_pull_delta.py."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from weightsync.agent.deltas import Deltas
+from weightsync.agent.proved import Proved
+from weightsync.agent.prover import Prover
+from weightsync.trainer.buffer import PublicationBuffer
+from weightsync.trainer.offload_plan import plan_hosts
+from weightsync.trainer.segment_writer import write_header
+from weightsync.types import TensorSpec, Version
+
+LONG_S = 30.0
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("CUDA out of memory"), OSError(28, "no space is left")])
+def test_a_version_is_served_though_no_delta_of_it_can_be_made(error: Exception) -> None:
+    """Seen red: each second version was refused, proved as it was."""
+    specs = [TensorSpec(name="a", dtype="float32", shape=(4096,))]
+    plan = plan_hosts(specs, [{"host": "h", "boxes": [[0, [0], [4096]]]}])
+    (layout,) = plan.layouts
+    buffer = PublicationBuffer(layout.total_bytes, guard_s=1.0)
+    deltas = Deltas(lambda: "http://x", budget_bytes=None, full_sync_interval=0, evicted=lambda segment: None)
+    found: list[Any] = []
+    now: list[Proved] = []
+    told = threading.Condition()
+
+    def tell(what: Any) -> None:
+        with told:
+            found.append(what)
+            told.notify_all()
+
+    def proved(publication: Any, source: int, proof: Any, seconds: float) -> None:
+        now[:] = [Proved(publication=publication, source=source, proof=proof)]
+        tell(publication.manifest.version.number)
+
+    def fails(*asked: Any, **more: Any) -> Any:
+        raise error
+
+    prover = Prover(proved, lambda version, why: tell(why), served=lambda: now[0] if now else None, deltas=deltas)
+    deltas.want()
+    deltas.load_codec()
+    while not deltas.codec_ready:
+        threading.Event().wait(0.01)  # it is compiled, in a thread
+    deltas._search = fails  # type: ignore[assignment]
+    prover.start()
+    try:
+        for number in range(1, 5):
+            turn = buffer.acquire(lambda: None)
+            assert turn is not None
+            version = Version(run_id="r", number=number)
+            turn.segment.memory[layout.data_start : layout.data_start + 4] = bytes([number] * 4)
+            write_header(turn.segment.memory, layout, version, "m")
+            buffer.written(turn)
+            publication = plan.publication(
+                version, "m", specs, endpoints=["http://x"], segments={"h": turn.segment.name}, block_bytes=4 << 20
+            )
+            prover.publish(publication, 0)
+            with told:
+                assert told.wait_for(lambda sent=number: len(found) == sent, LONG_S)  # type: ignore[misc]
+        assert found == [1, 2, 3, 4]
+    finally:
+        prover.close()
+        buffer.close()
