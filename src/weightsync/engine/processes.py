@@ -111,7 +111,14 @@ class ProcessWorker:
         self._closing = self._reaped = False
         self._dead: str | None = None
         ready = self._waiting[0]
-        threading.Thread(target=self._listen, name=f"weightsync-{track}", daemon=True).start()
+        listener = threading.Thread(target=self._listen, name=f"weightsync-{track}", daemon=True)
+        try:
+            listener.start()
+        except RuntimeError as error:
+            self._process.kill()
+            self._process.join()
+            self._conn.close()
+            raise StateError(f"no thread can be started to listen to {track}: {error}", peer=track) from error
         try:
             ready.result(start_timeout_s)
         except TimeoutError:

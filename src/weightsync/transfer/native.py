@@ -96,7 +96,8 @@ class NativeThread:
     """A daemon thread that runs native calls, one after the other. Whoever waits for one may leave it behind.
 
     Raises:
-        StateError: `MAX_LEFT_BEHIND` threads of this process are left behind in calls that have not come back.
+        StateError: `MAX_LEFT_BEHIND` threads of this process are left behind in calls that have not come back, or it
+            can have no more.
     """
 
     def __init__(self, name: str) -> None:
@@ -107,7 +108,12 @@ class NativeThread:
             )
         self._inside = _Inside()
         thread = threading.Thread(target=self._inside.run, name=name, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise StateError(
+                f"no thread can be started for a group: {error}", state_left="no group was made"
+            ) from error
         weakref.finalize(self, self._inside.jobs.put, None).atexit = False
 
     @property

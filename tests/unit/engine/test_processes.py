@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -129,3 +130,16 @@ def test_a_child_that_is_closed_is_gone_and_no_death(worker: ProcessWorker) -> N
 def test_a_factory_that_fails_says_why() -> None:
     with pytest.raises(EngineError, match="no model here"):
         ProcessWorker(no_factory, start_method="fork", start_timeout_s=20)
+
+
+def test_without_a_thread_to_listen_no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a bare RuntimeError, and a child with the model's memory until its parent ended."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(StateError, match="no thread can be started"):
+            ProcessWorker(factory, index=0, track="t", start_method="fork")
+    assert not [child for child in multiprocessing.active_children() if child.name == "t"]

@@ -224,3 +224,14 @@ def test_a_trainer_that_is_stopped_costs_a_worker_the_join_timeout_and_no_more(s
     assert time.monotonic() - began < JOIN_S + SCHEDULING_S
     child.kill()
     wait_until_left(0)  # the dead trainer's connection broke
+
+
+def test_without_a_thread_no_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a bare RuntimeError."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(StateError, match="no thread can be started for a group"):
+        NativeThread("t")
