@@ -49,7 +49,10 @@ def checked_url(url: str, *, whose: str) -> str:
             raise ValueError("there is a space or a control character in it")
         _ = parts.port
     except ValueError as error:
-        raise ConfigError(f"{whose} URL can't be read: {error}: {url[:200]!r}") from error
+        said = f"{whose} URL can't be read"
+        if "@" in url:  # a password with a slash in it, perhaps, of which the error tells a part
+            raise ConfigError(f"{said}; it has an '@', and is not shown here: is there a password in it?") from None
+        raise ConfigError(f"{said}: {error}: {url[:200]!r}") from error
     if not host:
         raise ConfigError(f"{whose} URL names no host: {url[:200]!r}")
     return url.rstrip("/")

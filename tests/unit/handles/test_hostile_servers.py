@@ -208,6 +208,9 @@ def test_a_password_in_a_url_is_refused_and_not_shown(name: str) -> None:
             CALLS[name](f"{scheme}me:{TOKEN}@127.0.0.1:1", "x" * 20)
         assert TOKEN not in str(caught.value)
         assert "token" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        CALLS[name](f"http://me:{TOKEN}/x@127.0.0.1:1", "x" * 20)
+    assert TOKEN not in str(caught.value)
 
 
 def test_a_host_of_several_addresses_is_tried_within_one_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,11 +223,17 @@ def test_a_host_of_several_addresses_is_tried_within_one_time_to_connect(monkeyp
             caller = stack.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex(deaf.getsockname())
+        mute = (socket.AF_INET, socket.SOCK_STREAM, 6, "", deaf.getsockname())
         client = AgentClient(f"http://127.0.0.1:{deaf.getsockname()[1]}", token=TOKEN)
         started = time.monotonic()
         with pytest.raises(WeightSyncError):
             client.get_version(timeout_s=TIMEOUT_S)
         assert time.monotonic() - started < 4 * TIMEOUT_S
+        with answering(lambda raw: raw.sendall(b"HTTP/1.1 500 Oops\r\nContent-Length: 0\r\n\r\n")) as (url, heard):
+            monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: [mute, *look_up(*asked, **more)])
+            with pytest.raises(EngineError, match="status 500"):
+                AgentClient(url, token=TOKEN).get_version(timeout_s=LATE_S)
+            assert heard, "a silent address leaves time for the next one"
 
 
 def test_a_certificate_that_nobody_signed_is_refused_and_no_request_is_sent(
