@@ -239,8 +239,8 @@ class WeightExtractor(abc.ABC):
                 )
 
     def _at_a_glance(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether types, dtypes, shapes and this answer say all that `_check` and `_shape` look at: tensors that are as
-        they were need not be checked again then."""
+        """Whether types, dtypes, shapes, sizes of storages and this answer say all that `_check` and `_shape` look at:
+        tensors that are as they were need not be checked again then."""
         return False
 
     def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -303,7 +303,7 @@ class WeightExtractor(abc.ABC):
             live[engine_name] = tensor
         if not live:
             raise ExtractError("the model has no tensors to extract (or name_map drops all of them)")
-        return live, Glance(named, engine_names) if self._at_a_glance(named.tensors) else None
+        return live, Glance(named, engine_names, sized=True) if self._at_a_glance(named.tensors) else None
 
     def _checked_live(self) -> dict[str, torch.Tensor]:
         named = Pairs.of(self._named_tensors())

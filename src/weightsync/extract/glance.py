@@ -14,6 +14,7 @@ import torch
 from weightsync.many import blocks
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
+_storage, _nbytes = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,14 +40,16 @@ class Glance:
 
     Args:
         engine_names: of each; None where it is left out.
+        sized: whether the sizes of their storages count too; a tensor that is made of others has none.
     """
 
-    def __init__(self, named: Pairs, engine_names: Sequence[str | None]) -> None:
+    def __init__(self, named: Pairs, engine_names: Sequence[str | None], *, sized: bool = False) -> None:
         one_of: dict[torch.Size, torch.Size] = {}  # thousands of tensors have one shape
         self._names = named.names
         self._types = list(map(type, named.tensors))
         self._dtypes = list(map(_dtype, named.tensors))
         self._shapes = [one_of.setdefault(shape, shape) for shape in map(_shape, named.tensors)]
+        self._sizes = list(map(_nbytes, map(_storage, named.tensors))) if sized else None
         self._engine_names = engine_names
         self._all_go = None not in engine_names
 
@@ -61,6 +64,7 @@ class Glance:
                 or list(map(_dtype, some)) != self._dtypes[cut]
                 or not all(map(eq, map(_shape, some), self._shapes[cut]))
                 or not says_all(some)
+                or (self._sizes is not None and list(map(_nbytes, map(_storage, some))) != self._sizes[cut])
             ):
                 return False
         return True

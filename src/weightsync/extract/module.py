@@ -16,7 +16,6 @@ from weightsync.extract.base import WeightExtractor, training_rank
 from weightsync.extract.glance import Pairs
 from weightsync.module_walk import Held, ModuleTensors, clean_name, unwrapped
 from weightsync.plan.boxes import whole_box
-from weightsync.tensors import has_its_memory
 from weightsync.types import Box, TensorTable
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
@@ -64,7 +63,6 @@ class ModuleWeightExtractor(WeightExtractor):
             and _STRIDED.issuperset(map(_layout, tensors))
             and not any(map(_is_meta, tensors))
             and not any(map(hasattr, tensors, itertools.repeat("ds_shape")))
-            and all(map(has_its_memory, tensors))
         )
 
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

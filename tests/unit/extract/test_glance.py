@@ -46,6 +46,17 @@ def test_one_of_another_kind_is_seen(place: int, other: torch.Tensor | None) -> 
     assert glance.live(now, says_all=lambda _: True) is not None
 
 
+@pytest.mark.parametrize("place", [0, 511, 512, 599])
+def test_a_storage_of_another_size_is_seen(place: int) -> None:
+    """Seen red: with sizes left out."""
+    then = named()
+    glance, unsized = Glance(then, list(then.names), sized=True), Glance(then, list(then.names))
+    assert glance.live(named(), says_all=lambda _: True) is not None
+    then.tensors[place].untyped_storage().resize_(0)
+    assert glance.live(then, says_all=lambda _: True) is None
+    assert unsized.live(then, says_all=lambda _: True) is not None
+
+
 def test_more_or_fewer_are_seen() -> None:
     glance = Glance(named(10), [f"w{index}" for index in range(10)])
     for count in (9, 11):
