@@ -179,8 +179,8 @@ def test_a_tensor_whose_memory_ends_before_it_does_is_refused() -> None:
 
 @pytest.mark.parametrize("left", [0, 32])
 def test_a_storage_that_is_freed_later_is_seen(left: int) -> None:
-    """As a trainer's that is offloaded between two steps, and loaded again. Seen red: the glance looked at types, dtypes
-    and shapes alone, and the process died where the weights were read."""
+    """As a trainer's that is offloaded between two steps, and loaded again. Seen red: the glance looked at types and
+    shapes alone, and the process died where the weights were read."""
     extractor = ModuleWeightExtractor(model := Model())
     before = streamed(extractor)
     weight = model.attn.k_proj.weight
