@@ -93,20 +93,25 @@ class AdapterEngine(EmbeddedEngine):
         """
         deadline, look = Deadline(timeout_s), threading.Event()
         while True:
-            with (
-                self._base_engine.generation(timeout_s=deadline.remaining_s),
-                super().generation(timeout_s=deadline.remaining_s) as version,
-            ):
-                base = self._bound_to()
-                if base is None or self._on.fits(base, self._loader):
-                    yield version
-                    return
+            with self._base_engine.generation(timeout_s=deadline.remaining_s), contextlib.ExitStack() as own:
+                try:  # whoever waited here would hold up a pause of the base
+                    version = own.enter_context(super().generation(timeout_s=0.0))
+                except NotServingError as error:
+                    if error.state_left != "paused":
+                        raise
+                    why, state = f"this engine has been paused for over {timeout_s:g} s", "paused"
+                else:
+                    base = self._bound_to()
+                    if base is None or self._on.fits(base, self._loader):
+                        yield version
+                        return
+                    why = (
+                        f"adapter {version} is one of {base}, and {self._on.said(self._loader)} is served: the other "
+                        "half of the set has not come"
+                    )
+                    state = "waiting for the base, or for the adapter's next version"
             if deadline.expired:
-                raise NotServingError(
-                    f"adapter {version} is one of {base}, and {self._on.said(self._loader)} is served: the other half "
-                    "of the set has not come",
-                    state_left="waiting for the base, or for the adapter's next version",
-                )
+                raise NotServingError(why, state_left=state)
             look.wait(_LOOK_S)
 
     def _bound_to(self) -> Base | None:

@@ -6,8 +6,10 @@ Broken once: without the look inside `generation`, the new base answers with the
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +21,10 @@ from weightsync.engine.adapter import AdapterEngine
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import ConfigError, NotServingError, SyncFailedError, WrongBaseError
 from weightsync.extract.peft import base_extractor
+from weightsync.handles.fanout import in_thread
 from weightsync.load.peft import PeftAdapterLoader, PeftBaseLoader
-from weightsync.types import Base
+from weightsync.memory import LeaseReader, ServingLease, boot_s
+from weightsync.types import Base, Version
 
 
 class Pair:
@@ -103,6 +107,52 @@ def test_a_generation_of_the_adapter_holds_off_its_base(pair: Pair) -> None:
     thread.join(30)
     assert pair.base.version is not None
     assert pair.base.version.number == 2
+
+
+def test_whoever_waits_for_the_adapter_does_not_run_in_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set's commit holds everybody, and may come when somebody is in the base's gate and not yet in the adapter's.
+
+    Seen red: it waited there for the hold to end, the base's pause waited for it, and the commit failed.
+    """
+    lease = ServingLease(str(tmp_path / "lease"))
+    here, reader = peft_model(), LeaseReader(lease.path)
+    base = EmbeddedEngine.of(PeftBaseLoader(here), lease=reader)
+    adapter = AdapterEngine(PeftAdapterLoader(here), base, lease=reader)
+    lease.renew(boot_s() + 1000.0)
+    passes, held = base.generation, threading.Event()
+
+    @contextlib.contextmanager
+    def held_behind(*, timeout_s: float) -> Iterator[Version | None]:
+        with passes(timeout_s=timeout_s) as version:
+            if not held.is_set():
+                lease.hold(boot_s() + 100.0)
+                held.set()
+            yield version
+
+    def generate(timeout_s: float) -> bool:
+        with adapter.generation(timeout_s=timeout_s):
+            return True
+
+    monkeypatch.setattr(base, "generation", held_behind)
+    try:
+        waiting = in_thread(lambda: generate(30.0), name="waits")
+        assert held.wait(10)
+        base._gate.pause("s", timeout_s=5.0, lease_s=30.0)
+        assert not waiting.done()
+        base._gate.release("s")
+        lease.lift()
+        assert waiting.result(10)
+        adapter._gate.pause("s", timeout_s=5.0, lease_s=30.0)
+        with pytest.raises(NotServingError, match=r"paused for over 0\.05 s") as caught:
+            generate(0.05)
+        assert caught.value.state_left == "paused"
+        adapter.fence("gone")
+        with pytest.raises(NotServingError, match="refuses to serve: gone"):
+            generate(30.0)
+    finally:
+        lease.remove()
 
 
 def test_an_adapter_of_a_base_that_nobody_has_is_refused(pair: Pair) -> None:
