@@ -199,6 +199,7 @@ class EmbeddedEngine:
                 raise SyncInProgressError(f"session {request.session} is open already", state_left="it goes on")
             if self._committing:  # some workers have ended that session already
                 raise SyncInProgressError(f"session {self._open} is being committed", state_left="it goes on")
+        self._gate.begin(request.session)
         try:
             self._all(lambda worker: worker.begin(request), deadline)
         except WeightSyncError:
@@ -235,19 +236,19 @@ class EmbeddedEngine:
         )
 
     def _pause(self, request: PauseRequest) -> None:
-        with self._lock:
-            if self._open != request.session:
-                raise StateError(f"session {request.session} is not open here: it was aborted, or has ended")
+        session = request.session
         stack = contextlib.ExitStack()
         stack.enter_context(self._recorder.phase("pause"))
         try:
-            self._gate.pause(request.session, timeout_s=request.timeout_s, lease_s=request.lease_s)
+            self._gate.pause(
+                session, timeout_s=request.timeout_s, lease_s=request.lease_s, is_open=lambda: self._open == session
+            )
         except WeightSyncError:
             stack.close()
             raise
         self._end_pause_phase()  # of a pause whose lease ran out
         with self._lock:
-            self._pause_phase = (request.session, stack)
+            self._pause_phase = (session, stack)
 
     def _commit(self, request: CommitRequest, deadline: Deadline) -> None:
         if not self._gate.fence_if_paused_by(request.session, "a commit is under way"):

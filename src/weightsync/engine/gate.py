@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from weightsync.errors import DeadlineExceededError, NotServingError, StateError
 from weightsync.memory import LeaseReader
@@ -31,6 +31,7 @@ class ServingGate:
         self._changed = threading.Condition()
         self._running = 0
         self._paused_by: str | None = None
+        self._released: str | None = None  # the session that ended last, by `release`
         self._lease_end = 0.0
         self._fenced: str | None = None
         self._in_pause = False  # whether the fence was put up inside a pause that still holds
@@ -84,15 +85,24 @@ class ServingGate:
         if self._lease is not None and (refused := self._lease.refusal()) is not None:
             raise NotServingError(f"this engine must not answer: {refused}", state_left="fenced")
 
-    def pause(self, session: str, *, timeout_s: float, lease_s: float) -> None:
+    def pause(
+        self, session: str, *, timeout_s: float, lease_s: float, is_open: Callable[[], bool] | None = None
+    ) -> None:
         """Stops new generations and waits for the running ones.
 
+        Args:
+            is_open: whether the session is one yet. Looked at in one step with the pause: whoever ends a session says
+                so there first, and calls `release` then.
+
         Raises:
-            StateError: another session holds the pause.
+            StateError: another session holds the pause; or, where `is_open` is given, this one is over, or was released
+                since its `begin`.
             DeadlineExceededError: generations still ran after `timeout_s`; the gate is open again.
         """
         deadline = Deadline(timeout_s)
         with self._changed:
+            if is_open is not None and (self._released == session or not is_open()):
+                raise StateError(f"session {session} is not open here: it was aborted, or has ended")
             if self._is_paused() and self._paused_by != session:
                 raise StateError(f"already paused by session {self._paused_by}")
             self._paused_by = session
@@ -123,10 +133,21 @@ class ServingGate:
         with self._changed:
             if (reason := self._dead or self._fenced) is not None:
                 raise StateError(f"can't resume: {reason}", state_left="fenced")
-        self.release(session)
+            self._end_pause(session)
+
+    def begin(self, session: str) -> None:
+        """A session of that name begins: what was released was another one."""
+        with self._changed:
+            if self._released == session:
+                self._released = None
 
     def release(self, session: str) -> None:
-        """Ends this session's pause; a fence stays. Idempotent."""
+        """The session is over, and so is its pause; a fence stays. Idempotent."""
+        with self._changed:
+            self._released = session
+            self._end_pause(session)
+
+    def _end_pause(self, session: str) -> None:
         with self._changed:
             if self._paused_by == session:
                 self._paused_by = None

@@ -534,6 +534,49 @@ def test_what_a_worker_raises_is_typed() -> None:
             engine.init()
 
 
+@pytest.mark.parametrize("ends", ["abort", "init"])
+def test_a_session_that_ends_as_its_pause_begins_leaves_no_pause(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it was looked up before the pause alone, and the engine stood still until the lease ended."""
+    engine = Engine()
+    engine.load()
+    gate = engine.engine._gate
+    pauses = gate.pause
+
+    def pause(session: str, **options: Any) -> None:
+        getattr(engine, ends)()
+        pauses(session, **options)
+
+    monkeypatch.setattr(gate, "pause", pause)
+    with pytest.raises(StateError, match="is not open here"):
+        engine.pause()
+    monkeypatch.undo()
+    engine.serves(0, None)
+    engine.works_again()
+
+
+def test_a_session_that_ends_as_it_begins_can_not_pause() -> None:
+    """Its workers had begun it, and the engine did not know of it yet.
+
+    Seen red: the late pause was taken, and the engine stood still until the lease ended.
+    """
+    engine = Engine()
+    engine.init()
+    (worker,) = engine.workers
+    begins = worker.begin
+
+    def begin_and_abort(request: Any) -> None:
+        begins(request)
+        engine.abort()
+
+    worker.begin = begin_and_abort
+    engine.begin()
+    with pytest.raises(StateError, match="is not open here"):
+        engine.pause()
+    engine.serves(0, None)
+    worker.begin = begins
+    engine.works_again()
+
+
 def test_generations_keep_the_version_they_began_with_and_hold_up_the_pause() -> None:
     engine = Engine()
     engine.sync(1, seed=2)

@@ -246,6 +246,29 @@ def test_a_lease_never_opens_a_fence() -> None:
     assert gate.serving
 
 
+def test_a_session_that_is_over_can_not_pause_and_the_next_of_its_name_can() -> None:
+    """Seen red: the gate went by the name that its engine gave, and that one may be over."""
+    gate, is_open = ServingGate(), [True]
+
+    def pause() -> None:
+        gate.pause("s", timeout_s=1, lease_s=30, is_open=lambda: is_open[0])
+
+    for _ in range(2):
+        gate.begin("s")
+        pause()
+        gate.resume("s")
+        pause()
+        gate.release("s")
+        with pytest.raises(StateError, match="is not open here"):
+            pause()
+        assert gate.serving
+    gate.begin("s")
+    is_open[0] = False
+    with pytest.raises(StateError, match="is not open here"):
+        pause()
+    assert gate.serving
+
+
 def test_another_session_neither_pauses_over_nor_resumes() -> None:
     gate = ServingGate()
     gate.pause("a", timeout_s=1, lease_s=30)
