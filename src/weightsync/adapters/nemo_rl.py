@@ -24,6 +24,7 @@ from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 from weightsync.adapters.checkpoint_engine import Receiver, Sender, TransferPlan, node_address
 from weightsync.errors import InvalidRequestError, StateError
 from weightsync.types import Version
+from weightsync.types.message import learn
 
 _BATCH_BYTES = 64 << 20
 
@@ -165,6 +166,9 @@ class _Offer(msgspec.Struct):
     run_id: str
     model_id: str
     number: int = 1
+
+
+learn(_Offer)
 
 
 def _first(metadata: list[Any], num_workers: int) -> _Offer:
