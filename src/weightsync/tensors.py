@@ -66,12 +66,6 @@ def byte_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return (view if view.device.type == "cpu" else view.cpu()).numpy()
 
 
-def has_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether the storage of one that lies in one piece goes as far as it does: it may be freed, or shrunk, at any
-    time."""
-    return (tensor.storage_offset() + tensor.numel()) * tensor.itemsize <= tensor.untyped_storage().nbytes()
-
-
 def tensor_from_bytes(buffer: torch.Tensor, *, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor of `dtype` and `shape` that shares `buffer` (1-D uint8, of exactly its bytes, aligned)."""
     kind = torch_dtype(dtype)

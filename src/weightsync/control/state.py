@@ -83,7 +83,7 @@ class ModelState:
             side serves what an earlier run or nobody has given it.
         due: the version whose step ends in a sync; None where none is due, or it has begun.
         num_pending: batches that are ready, and whose step has not ended.
-        base: versions of the run up to it ended no step of those batches: they are from before its first word.
+        counts_from: versions of the run up to it ended no step of those batches: they are from before its first word.
         all_dropped: since all batches were dropped nobody has told of a version: what is ready is the next trainer's.
         syncing: what is being synced.
         num_failed: syncs in a row that have failed, of which the next is a retry.
@@ -107,7 +107,7 @@ class ModelState:
     rollout_version: int = 0
     due: int | None = None
     num_pending: int = 0
-    base: int = 0
+    counts_from: int = 0
     all_dropped: bool = False
     syncing: StartSync | None = None
     num_failed: int = 0
@@ -203,7 +203,9 @@ def _batch_dropped(state: ModelState, num: int | None) -> ModelState:
         state,
         num_pending=left,
         sure_pending=sure,
-        base=min(state.train_version, max(state.base, state.sure_version) + num_ended) if num_ended > 0 else state.base,
+        counts_from=min(state.train_version, max(state.counts_from, state.sure_version) + num_ended)
+        if num_ended > 0
+        else state.counts_from,
         all_dropped=num is None or state.all_dropped,
     )
     if state.phase == "need_sync" and state.due is not None and state.train_version + left < state.due:
@@ -253,7 +255,7 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
         )
     if first_word:  # of a run that begins above its batches it is one step's end, at most
         num_ended = 0 if event.learnt else version if version <= state.num_pending else min(1, state.num_pending)
-        state = dataclasses.replace(state, base=version - num_ended)
+        state = dataclasses.replace(state, counts_from=version - num_ended)
     if first_word and policy.validate_freq:
         state = dataclasses.replace(
             state, validated_to=max(0, version - 1) // policy.validate_freq * policy.validate_freq
@@ -271,7 +273,7 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
 
 def _advanced(state: ModelState, version: int) -> ModelState:
     """Steps have ended, up to the one that gave `version`."""
-    num_ended = max(0, version - max(state.train_version, state.base))
+    num_ended = max(0, version - max(state.train_version, state.counts_from))
     return dataclasses.replace(
         state,
         train_version=max(version, state.train_version),
@@ -281,7 +283,7 @@ def _advanced(state: ModelState, version: int) -> ModelState:
 
 def _confirmed(state: ModelState, version: int) -> ModelState:
     """That version was trained for certain."""
-    num_ended = max(0, version - max(state.sure_version, state.base))
+    num_ended = max(0, version - max(state.sure_version, state.counts_from))
     return dataclasses.replace(
         state, sure_version=max(version, state.sure_version), sure_pending=max(0, state.sure_pending - num_ended)
     )
@@ -372,7 +374,7 @@ def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[Mode
         state,
         train_version=state.sure_version,
         num_pending=state.sure_pending,
-        base=min(state.base, newest),
+        counts_from=min(state.counts_from, newest),
         told=told,
     )
     state = _advanced(state, max((number for _, number in told), default=0))

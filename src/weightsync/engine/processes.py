@@ -116,7 +116,7 @@ class ProcessWorker:
             listener.start()
         except RuntimeError as error:
             self._process.kill()
-            self._process.join()
+            self._process.join(2)
             self._conn.close()
             raise StateError(f"no thread can be started to listen to {track}: {error}", peer=track) from error
         try:

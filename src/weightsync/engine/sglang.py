@@ -86,8 +86,6 @@ def _done(model: nn.Module, step: WorkerStep, rank: int) -> StepAnswer:
         worker = _workers[model] = EngineWorker(loader, index=rank, track=f"sglang/worker-{rank}")
     match decode(bytes(step.body), REQUEST_TYPES[step.op], what=f"the request of {step.op}"):
         case InitRequest() as request:
-            worker.check_may_join(request)  # a run that is over changes nothing
-            worker.abort(None, f"run {request.run_id} joins")
             worker.init(request)
         case BeginRequest() as request:
             worker.begin(request)

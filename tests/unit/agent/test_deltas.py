@@ -14,7 +14,7 @@ from weightsync.agent.prover import Prover
 from weightsync.trainer.buffer import PublicationBuffer
 from weightsync.trainer.offload_plan import plan_hosts
 from weightsync.trainer.segment_writer import write_header
-from weightsync.types import TensorSpec, Version
+from weightsync.types import Deadline, TensorSpec, Version
 
 LONG_S = 30.0
 
@@ -46,7 +46,9 @@ def test_a_version_is_served_though_no_delta_of_it_can_be_made(error: Exception)
     prover = Prover(proved, lambda version, why: tell(why), served=lambda: now[0] if now else None, deltas=deltas)
     deltas.want()
     deltas.load_codec()
+    compiled = Deadline(120.0)
     while not deltas.codec_ready:
+        compiled.check("the codec")
         threading.Event().wait(0.01)  # it is compiled, in a thread
     deltas._search = fails  # type: ignore[assignment]
     prover.start()

@@ -66,7 +66,7 @@ def test_the_init_of_a_run_that_is_over_ends_nobodys_session(monkeypatch: pytest
     ended: list[str] = []
 
     class Worker:
-        def check_may_join(self, request: InitRequest) -> None:
+        def init(self, request: InitRequest) -> None:
             raise VersionError("run old was taken over by new")
 
         def abort(self, session: str | None, reason: str) -> None:
