@@ -15,7 +15,7 @@ from tests.unit.host.fakes import init as init_request
 from weightsync.engine.vllm import version_board
 from weightsync.engine.vllm.plugin import BackendError, WeightSyncTransferEngine
 from weightsync.errors import InvalidRequestError, StateError, UnsupportedError, VersionError
-from weightsync.handles.vllm_messages import VllmInitMessage, VllmUpdateMessage, as_info, error_in_text
+from weightsync.handles.vllm_messages import VllmInitMessage, VllmState, VllmUpdateMessage, as_info, error_in_text
 from weightsync.types import BeginRequest, CommitRequest, Manifest, TensorSpec, Version
 
 FOREIGN = {"master_address": "192.0.2.1", "world_size": 2}
@@ -178,6 +178,30 @@ def test_a_commit_that_some_workers_made_leaves_no_version(monkeypatch: pytest.M
         assert [engine._served() for engine in engines] == [version if failing is None else None] * 2
     on_both(engines, lambda engine: engine.update_weights(FOREIGN))
     assert [engine._served() for engine in engines] == [version] * 2, "nothing was written"
+
+
+def test_workers_that_all_took_a_failed_patch_back_name_their_version_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are asked for their state behind it: where that is one version, tokens are of that one.
+
+    Seen red: the versions of tokens were unknown until the next commit."""
+    engines, version = pair(), Version(run_id="r", number=1)
+    served = [version, version]
+    for rank, engine in enumerate(engines):
+        monkeypatch.setattr(type(engine._worker), "live_version", property(lambda _: version))
+        monkeypatch.setattr(
+            engine, "_state", lambda rank=rank, **_: VllmState(version=served[rank], digest="d", healthy=True)
+        )
+        engine._split = True
+
+    def asked() -> list[Version | None]:
+        expect = as_info(VllmInitMessage(expect=VllmState()))
+        on_both(engines, lambda engine: engine.init_transfer_engine(engine.parse_init_info(expect)))
+        return [engine._served() for engine in engines]
+
+    served[1] = Version(run_id="r", number=2)
+    assert asked() == [None, None]
+    served[1] = version
+    assert asked() == [version, version]
 
 
 def test_the_hook_is_the_engines_until_it_shuts_down() -> None:

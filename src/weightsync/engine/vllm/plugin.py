@@ -304,13 +304,16 @@ class WeightSyncTransferEngine:
         except Exception as error:
             mine = as_weightsync_error(error, EngineError, "the worker can't tell its state", rank=self._index)
         told = [_read(said) for said in self._peers.exchange(_said(mine), wait_s=_AGREE_S)]
-        self._odd = any(isinstance(each, VllmState) and each.unhealthy is not None for each in told)
+        states = [each for each in told if isinstance(each, VllmState)]
+        self._odd = any(each.unhealthy is not None for each in states)
+        errors = [each for each in told if isinstance(each, WeightSyncError)]
+        state = _merged(states) if not errors else None
+        if state is not None and state.healthy and state.version is not None and state.session is None:
+            self._split = False  # whatever failed was taken back: all have the same one again
         if not self._peers.speaks:
             return
-        errors = [each for each in told if isinstance(each, WeightSyncError)]
-        if errors:
+        if state is None:
             raise BackendError(errors[0])
-        state = _merged([each for each in told if isinstance(each, VllmState)])
         if not written:  # nobody pays for an error in a pause because of that
             state = msgspec.structs.replace(state, written=expected.written)
         if state != expected:
