@@ -23,6 +23,7 @@ from weightsync.net.auth import bearer_headers
 from weightsync.net.exchange import Answer, TimedSocket, answer_to, trusted
 from weightsync.net.http_edge import NO_ENCODING, checked_url, first_words, reply_limit, told_error
 from weightsync.net.messages import decode, encode
+from weightsync.net.routes import dialled
 from weightsync.types import Deadline
 
 _T = TypeVar("_T")
@@ -171,7 +172,7 @@ class JsonClient:
             try:
                 left_s = deadline.check(f"connection to {self.url}", peer=self.peer)
                 within = Deadline(min(self._connect_timeout_s, left_s))
-                plain = stack.enter_context(self._dialled(within))
+                plain = stack.enter_context(dialled((self._host, self._port), within))
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 ready = plain
                 if self._tls is not None:
@@ -190,25 +191,6 @@ class JsonClient:
             finally:
                 with self._lock:
                     self._open.discard(ready)
-
-    def _dialled(self, within: Deadline) -> socket.socket:
-        """A connection to the first address of the host that answers. One that is silent has its share of that time."""
-        failed: OSError | None = None
-        places = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        for index, (family, kind, protocol, _, place) in enumerate(places):
-            dialled = socket.socket(family, kind, protocol)
-            try:
-                dialled.settimeout(max(_MOMENT_S, within.remaining_s / (len(places) - index)))
-                dialled.connect(place)
-            except OSError as error:
-                dialled.close()
-                failed = error
-            except BaseException:
-                dialled.close()
-                raise
-            else:
-                return dialled
-        raise failed or OSError("its name has no address")
 
     def _why(self, error: OSError) -> str:
         if isinstance(error, socket.gaierror):

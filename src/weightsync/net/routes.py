@@ -1,4 +1,4 @@
-"""Addresses of this machine: which of them another one can call, and sockets that listen on one."""
+"""Addresses of this machine, which of them another one can call; sockets that listen on one, or reach another's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,35 @@ from urllib.parse import urlsplit
 
 from weightsync.errors import ConfigError
 from weightsync.net.auth import is_loopback
+from weightsync.types import Deadline
 
 _ANY_PORT = 9
+_MOMENT_S = 0.001
 _SIOCGIFADDR = 0x8915
+
+
+def dialled(address: tuple[str, int], within: Deadline) -> socket.socket:
+    """A connection to the first address of that host which answers. One that is silent has its share of that time.
+
+    Raises:
+        OSError: the last one's.
+    """
+    failed: OSError | None = None
+    places = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    for index, (family, kind, protocol, _, place) in enumerate(places):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(max(_MOMENT_S, within.remaining_s / (len(places) - index)))
+            connection.connect(place)
+        except OSError as error:
+            connection.close()
+            failed = error
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+    raise failed or OSError("its name has no address")
 
 
 def own_address_towards(host: str) -> str:

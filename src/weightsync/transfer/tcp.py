@@ -21,6 +21,7 @@ from weightsync.errors import (
     TransferError,
     WeightSyncError,
 )
+from weightsync.net.routes import dialled
 from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, Code, ask_bytes, checksum, parse_answer
 from weightsync.transfer.source import Arrived, Checksums, Destination
 from weightsync.transfer.threads import start_threads
@@ -205,7 +206,9 @@ class TcpSource:
 
     def _connect(self, within_s: float) -> socket.socket:
         try:
-            return socket.create_connection(self.address, timeout=within_s)
+            connection = dialled(self.address, Deadline(within_s))
+            connection.settimeout(within_s)
+            return connection
         except (ValueError, OverflowError) as error:  # a UnicodeError among them; a peer's address is what it said
             raise ConnectionError(f"{self.address} is no address: {error}") from error
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import time
 
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.net.routes import address_towards, interface_towards, listening, name_leads_here, own_address_towards
+from weightsync.net.routes import (
+    address_towards,
+    dialled,
+    interface_towards,
+    listening,
+    name_leads_here,
+    own_address_towards,
+)
+from weightsync.transfer.tcp import TcpSource
+from weightsync.types import Deadline
+from weightsync.types.publication import Source
 
 
 def test_loopback_needs_no_address_and_an_unknown_machine_is_an_error() -> None:
@@ -56,3 +68,31 @@ def test_where_nobody_can_listen_is_said_without_a_port_that_nobody_named() -> N
         listening("192.0.2.1", 0)
     with pytest.raises(ConfigError, match=r"^can't listen on 192\.0\.2\.1:81: "):
         listening("192.0.2.1", 81)
+
+
+def test_silent_addresses_of_a_host_share_one_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pull's streams dial so, too. Seen red there: each address had that time of its own."""
+    look_up = socket.getaddrinfo
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(deaf.getsockname())
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: look_up(*asked, **more) * 8)
+        started = time.monotonic()
+        source = TcpSource(
+            Source(endpoint="http://h:1", segment="s", data_start=0, data_end=1, block_bytes=4096),
+            None,  # type: ignore[arg-type]
+            transfer_id="0" * 32,
+            address=deaf.getsockname(),
+        )
+        for dial in (dialled, lambda address, within: source._connect(within.remaining_s)):
+            with pytest.raises(TimeoutError):
+                dial(deaf.getsockname(), Deadline(0.5))
+        assert time.monotonic() - started < 4
+        answers = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        mute = (socket.AF_INET, socket.SOCK_STREAM, 6, "", deaf.getsockname())
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: [mute, *look_up(*asked, **more)])
+        with dialled(answers.getsockname(), Deadline(2)) as connection:
+            assert connection.getpeername() == answers.getsockname()
