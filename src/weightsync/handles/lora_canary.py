@@ -41,16 +41,16 @@ class CanaryWatch:
         version, digest = str(manifest.version), manifest.model_digest
         if not all(map(math.isfinite, scores)):  # NaN is further from nothing
             raise CanaryError("the canary says what is no number", version=version, state_left=_SERVED_ON, still=False)
-        if self._staged and self.last is not None and self.last.version != version:
-            self._staged.clear()
+        if replica in self._staged or (self.last is not None and self.last.version != version):
+            self._staged.clear()  # of a try that failed
         worst = distance(scores, canary.logprobs)
         before, moved, still = self._served.get(replica), None, False
         if before is not None and before[0].tokens == canary.tokens:
             moved = distance(scores, before[2])
             changed = digest is None or digest != before[1]
             still = changed and moved == 0 and distance(canary.logprobs, before[0].logprobs) > 0
+        earlier = self.last if self._staged else None
         self._staged[replica] = (canary, digest, scores)
-        earlier = self.last if self.last is not None and self.last.version == version else None
         self.last = CanaryReading(
             version=version,
             worst=worst if earlier is None else max(worst, earlier.worst),

@@ -191,11 +191,11 @@ class LoraEngine(SteppedEngine):
 
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
         manifest = request.manifest
-        with self._files:
+        with self._files:  # an abort closes its descriptor
             folder = self._folder
-        if folder is None:
-            raise TransferAbortedError(f"session {request.session} has no folder any more")
-        name = folder.sealed(manifest, with_manifest=self.with_manifest)
+            if folder is None:
+                raise TransferAbortedError(f"session {request.session} has no folder any more")
+            name = folder.sealed(manifest, with_manifest=self.with_manifest)
         assert self._model_id is not None
         order = LoadAdapter(
             session=request.session, model_id=self._model_id, version=manifest.version,

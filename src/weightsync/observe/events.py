@@ -23,12 +23,19 @@ _TEXT_BYTES = 56
 LONG_RUN_BYTES = 1 << 20
 """What a process that runs for weeks keeps of its past: some thousand records."""
 
+_LATEST_S = 1e11  # some thousand years from now
+
 Subscriber = Callable[[PhaseRecord], None]
 
 
 def now_s() -> float:
     """Seconds since the epoch that never go backwards within a process."""
     return _EPOCH_OFFSET_S + time.monotonic()
+
+
+def usable(records: Iterable[PhaseRecord]) -> tuple[PhaseRecord, ...]:
+    """The records whose times may be true: an engine's nonsense must not spoil the sums and pictures of the others."""
+    return tuple(each for each in records if 0 <= each.start_s <= _LATEST_S and 0 <= each.end_s <= _LATEST_S)
 
 
 class Recorder:
@@ -84,8 +91,8 @@ class Recorder:
         self.extend((record,))
 
     def extend(self, records: Iterable[PhaseRecord]) -> None:
-        """`add` for several records."""
-        taken = tuple(records)
+        """`add` for several records. Those with times that can't be are left out."""
+        taken = usable(records)
         with self._lock:
             for record in taken:
                 self._records.append(record)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Sequence
 
+from weightsync.observe.events import usable
 from weightsync.types import PhaseRecord
 
 _TRAINER = re.compile(r"^(trainer|rank|publisher)", re.IGNORECASE)
@@ -39,11 +39,6 @@ class Track:
 
     name: str
     lanes: tuple[tuple[Span, ...], ...]
-
-
-def usable(records: Iterable[PhaseRecord]) -> tuple[PhaseRecord, ...]:
-    """The records whose times are numbers: an engine's nonsense must not spoil the picture of the others."""
-    return tuple(record for record in records if math.isfinite(record.start_s) and math.isfinite(record.end_s))
 
 
 def origin_s(records: Iterable[PhaseRecord]) -> float:

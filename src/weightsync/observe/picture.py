@@ -9,8 +9,8 @@ from typing import Any
 
 from weightsync.errors import MissingDependencyError
 from weightsync.observe.aside import written_whole
-from weightsync.observe.events import pauses
-from weightsync.observe.lanes import Track, layout, origin_s, usable
+from weightsync.observe.events import pauses, usable
+from weightsync.observe.lanes import Track, layout, origin_s
 from weightsync.observe.palette import PAUSED_COLOR, WAIT, Style, is_wait, label, styles
 from weightsync.types import PhaseRecord
 

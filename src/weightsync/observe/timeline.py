@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.observe.aside import written_whole
-from weightsync.observe.lanes import layout, origin_s, usable
+from weightsync.observe.events import usable
+from weightsync.observe.lanes import layout, origin_s
 from weightsync.types import PhaseRecord
 
 _NOTHING: Mapping[str, Any] = {}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 
 from weightsync.errors import DigestMismatchError, EngineError
 from weightsync.observe import Recorder, paused_s
+from weightsync.observe.events import usable
 from weightsync.types import (
     AbortRequest,
     AnyUpdateRequest,
@@ -196,7 +197,7 @@ class UpdateSession:
 
     def _note(self, replies: Mapping[str, EngineReply]) -> None:
         for reply in replies.values():
-            self._phases.extend(reply.phases)
+            self._phases.extend(usable(reply.phases))
             self._recorder.extend(reply.phases)
 
 

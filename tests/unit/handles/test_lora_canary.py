@@ -88,3 +88,16 @@ def test_what_was_not_committed_does_not_count_as_the_version_before() -> None:
     watch.committed()
     with pytest.raises(CanaryError, match="still"):
         watch.check(manifest(4, 4), canary(-1.51, -2.0), (-1.5, -2.0))
+
+
+def test_another_try_of_a_version_says_what_it_says_itself() -> None:
+    """Seen red: the reading of a try that was refused stood in the report of the one that went well."""
+    watch = CanaryWatch()
+    watch.check(manifest(1, 1), canary(-1.0, -2.0), (-1.05, -2.0), replica=0)
+    with pytest.raises(CanaryError):
+        watch.check(manifest(1, 1), canary(-1.0, -2.0), (-1.0, -2.9), replica=1)
+    watch.check(manifest(1, 1), canary(-1.0, -2.0), (-1.01, -2.0), replica=0)
+    assert watch.last is not None
+    assert (round(watch.last.worst, 3), watch.last.num_replicas) == (0.01, 1)
+    watch.check(manifest(1, 1), canary(-1.0, -2.0), (-1.02, -2.0), replica=1)
+    assert (round(watch.last.worst, 3), watch.last.num_replicas) == (0.02, 2)

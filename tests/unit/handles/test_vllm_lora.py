@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.unit.handles.test_lora_folder import manifest
-from weightsync.errors import EngineUnreachableError, WeightSyncError
+from weightsync.errors import EngineUnreachableError, StateError, WeightSyncError
 from weightsync.handles.lora_folder import AdapterFolder
 from weightsync.handles.lora_messages import AdapterState, LoadedAdapter
 from weightsync.handles.vllm_lora import VllmLoraEngine
-from weightsync.types import AbortRequest, EngineOp
+from weightsync.types import AbortRequest, Deadline, EngineOp, Manifest, StageRequest
 
 
 class Server:
@@ -60,3 +60,23 @@ def test_a_folder_that_the_server_has_taken_is_its_to_remove(told: AdapterState 
         for each in path.iterdir():
             each.unlink()
         path.rmdir()
+
+
+def test_an_abort_closes_no_folder_that_is_being_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor would be another's by then. Seen red: whoever sealed held no lock that an abort takes."""
+    server: Any = Server(state())
+    engine = VllmLoraEngine(server, server, model_id="actor")
+    made = manifest()
+    with AdapterFolder(made) as folder:
+        held: list[bool] = []
+
+        def sealed(manifest: Manifest, *, with_manifest: bool) -> str:
+            held.append(engine._files.locked())
+            raise StateError("far enough")
+
+        monkeypatch.setattr(folder, "sealed", sealed)
+        engine._session.start("mine", made.version)
+        engine._folder = folder
+        with pytest.raises(StateError, match="far enough"):
+            engine._stage(StageRequest(session="mine", manifest=made), Deadline(5))
+    assert held == [True]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weightsync.observe import chrome_trace, write_chrome_trace
+from weightsync.observe import Recorder, chrome_trace, write_chrome_trace
 from weightsync.observe.lanes import layout
 from weightsync.types import PhaseRecord
 
@@ -75,7 +75,13 @@ def test_trainers_come_first_and_numbers_in_order() -> None:
 
 
 def test_nonsense_times_spoil_nothing() -> None:
+    """Seen red: a time of 1e300 s ended each later trace of that process in an `OverflowError`, and one of -1e308 s
+    made its pauses infinite."""
     records = [record("a", math.nan, 1, "t"), record("b", 1, math.inf, "t"), record("c", 5, 4, "t")]
+    records += [record("d", 1e300, 1e300, "t"), record("pause", -1e308, 1, "t"), record("resume", 2, 1e308, "t")]
+    recorder = Recorder("t")
+    recorder.extend(records)
+    assert [kept.name for kept in recorder.records()] == ["c"]
     (event,) = (event for event in chrome_trace(records)["traceEvents"] if event["ph"] == "X")
     assert (event["name"], event["ts"], event["dur"]) == ("c", 0, 0)
     assert chrome_trace([])["traceEvents"] == []

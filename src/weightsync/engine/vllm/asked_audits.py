@@ -47,8 +47,14 @@ class AskedAudits:
         self._ended: collections.deque[VllmAudit] = collections.deque(maxlen=_KEPT)
 
     def begin(self, name: str) -> None:
-        """Begins one; waits for nothing."""
-        in_thread(lambda: self._run(name), name="weightsync-vllm-audit")
+        """Begins one; waits for nothing.
+
+        Raises:
+            EngineError: it can have no thread.
+        """
+        begun = in_thread(lambda: self._run(name), name="weightsync-vllm-audit")
+        if begun.done() and (error := begun.exception()) is not None:
+            raise EngineError(f"live weights can't be read: {error}", state_left="nothing was changed") from error
 
     @property
     def ended(self) -> tuple[VllmAudit, ...]:

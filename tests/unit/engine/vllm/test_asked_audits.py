@@ -10,7 +10,7 @@ import pytest
 
 from weightsync.engine.vllm import asked_audits
 from weightsync.engine.vllm.asked_audits import EVERY_VARIABLE, AskedAudits, merged_audits
-from weightsync.errors import StateError
+from weightsync.errors import EngineError, StateError
 from weightsync.handles.vllm_messages import VllmAudit
 from weightsync.types import Deadline, EngineReply, Version
 
@@ -96,3 +96,14 @@ def test_what_a_worker_found_is_kept_under_the_name_that_asked() -> None:
     told = [msgspec.structs.replace(each, began_s=0.0, ended_s=0.0) for each in audits.ended]
     assert told[:2] == [ended("a0"), ended("a1", False, said="a bit")]
     assert (audits.ended[2].equal, audits.ended[2].said) == (None, "StateError: ask again")
+
+
+def test_one_that_can_have_no_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: who asked for it waited for it up to its deadline."""
+
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    with pytest.raises(EngineError, match="can't start new thread"):
+        AskedAudits(lambda: EngineReply(engine_id="e")).begin("a")
