@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Container, Iterable, Mapping
 
-from weightsync.errors import NotPublishedError, WeightSyncError
+from weightsync.errors import NotPublishedError, TransferAbortedError, WeightSyncError
 from weightsync.types import Version
 
 WAIT_S = 30.0
@@ -118,6 +118,7 @@ class AgentState:
         coming: what it is about to have, as it has said last.
         broken: a pull from it has failed, and none succeeded since.
         claims: what is waited for.
+        was_claimed: somebody has said that it has a version.
         denied: the lowest version of a run that it has denied, and not passed.
         doubted: it did not have this one when its time was over; it is asked for it until `doubted_until_s`.
         lasting: it is of the configuration: whatever becomes of its run, another trainer may come there.
@@ -140,6 +141,7 @@ class AgentState:
         self.broken = False
         self.lasting = False
         self.claims: list[Claim] = []
+        self.was_claimed = False
         self.denied: Version | None = None
         self.doubted: Version | None = None
         self.doubted_until_s = -math.inf
@@ -167,19 +169,24 @@ class AgentState:
     def is_said_to_have(self, run_id: str) -> bool:
         """Whether somebody has said so, and it may be true."""
         doubted = self.doubted is not None and self.doubted.run_id == run_id
-        return doubted or any(claim.version.run_id == run_id for claim in self.claims)
+        return doubted or self.told_of(run_id) > 0
 
-    def is_past(self, runs_over: Container[str]) -> bool:
-        """Whether it is gone with its run, one of those, and nobody waits for its word."""
-        gone = self.error is not None and self.newest is not None and self.newest.run_id in runs_over
-        return gone and not (self.lasting or self.claims or self.doubted)
+    def told_of(self, run_id: str) -> int:
+        """The number of the last claim that it has that run; 0: there is none."""
+        return max((claim.number for claim in self.claims if claim.version.run_id == run_id), default=0)
+
+    def is_past(self, runs_over: Container[str], *, another_is_there: bool) -> bool:
+        """Whether it is gone with its run, one of those, or without a word about what was claimed of it, where another
+        agent is pulled from; and nobody waits for its word."""
+        over = another_is_there and self.was_claimed if self.newest is None else self.newest.run_id in runs_over
+        return self.error is not None and over and not (self.lasting or self.claims or self.doubted)
 
     def next_ask(self, now_s: float, *, past: bool = False) -> Ask | None:
         """The next request; None: there is no reason for one. `past`: it is not asked for ever."""
         moments = [self.woken_s, *(claim.deniable_s for claim in self.claims)]
         waiting = [moment_s for moment_s in moments if self.asked_s < moment_s]
         ever = self._poll_s is not None and not past
-        if not (waiting or self.claims or self.newest is None or self.doubted or ever):
+        if not (waiting or self.claims or (self.newest is None and not past) or self.doubted or ever):
             return None
         wait_s = OVERDUE_S if self.claims else WAIT_S
         if waiting:
@@ -232,7 +239,18 @@ class AgentState:
     def add(self, claim: Claim) -> None:
         """A claim more; the oldest gives way."""
         self.claims.append(claim)
+        self.was_claimed = True
         del self.claims[:-_MAX_CLAIMS]
+
+    def give_way(self, run_id: str, told: int) -> None:
+        """That run is followed: what was claimed of another one before the claim of that number is waited for no more.
+        A claim behind it may still come true."""
+        for claim in self.claims:
+            if claim.version.run_id != run_id and claim.number < told:
+                claim.error = TransferAbortedError(
+                    f"run {run_id} was told of later, and is followed", version=str(claim.version)
+                )
+        self.claims = [claim for claim in self.claims if claim.error is None]
 
     def doubt(self, version: Version, now_s: float) -> None:
         """It has not what nobody waits for: it is asked for it on, the newest of a run."""

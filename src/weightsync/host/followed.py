@@ -192,12 +192,11 @@ class FollowedRun:
             _logger.info("model %s: the trainer at %s has ended", self._model_id, endpoint)
         elif agent.is_news(why):
             _logger.warning("model %s: %s does not say what it has: %s", self._model_id, endpoint, why)
-        agent.error = agent.why = why
-        agent.coming = None
+        agent.error, agent.why, agent.coming = why, why, None
         agent.pause(self._clock())
-        if agent.newest is not None and not agent.claims:
-            agent.woken_s = -math.inf  # nobody waits for its word: it may have ended long ago
         self._forget(agent)
+        if not agent.claims and (agent.newest is not None or self._is_past(endpoint)):
+            agent.woken_s = -math.inf  # it may have ended long ago
         if agent.claims or endpoint == self._current:
             self._look_at_others(endpoint)
 
@@ -219,10 +218,8 @@ class FollowedRun:
         if self.run_id is None:
             return None
         # what those need that are there; and where they need nothing, what the others would
-        for low in (lowest(answering.values(), self.run_id), lowest(served.values(), self.run_id)):
-            if (found := self._best(low)) is not None:
-                return found
-        return None
+        lows = (lowest(each.values(), self.run_id) for each in (answering, served))
+        return next((found for found in map(self._best, lows) if found is not None), None)
 
     def follows(self, version: Version) -> bool:
         """Whether that version's run is the one that is followed."""
@@ -276,7 +273,7 @@ class FollowedRun:
     @property
     def ended(self) -> tuple[str, ...]:
         """Agents whose trainers have closed them in order; none beside one that is pulled from and answers."""
-        if self._current is not None and self.agents[self._current].error is None:
+        if (current := self.agents.get(self._current or "")) is not None and current.error is None:
             return ()
         return tuple(who for who, agent in self.agents.items() if agent.has_ended)
 
@@ -295,11 +292,15 @@ class FollowedRun:
     # --- helpers ---
 
     def _is_past(self, endpoint: str) -> bool:
-        return endpoint != self._current and self.agents[endpoint].is_past(self._runs_over)
+        there = (current := self.agents.get(self._current or "")) is not None and current.error is None
+        return endpoint != self._current and self.agents[endpoint].is_past(self._runs_over, another_is_there=there)
 
     def _follow(self, run_id: str, endpoint: str) -> None:
         self.run_id, self._current = run_id, endpoint
         self.count += 1
+        told = 0 if (agent := self.agents.get(endpoint)) is None else agent.told_of(run_id)
+        for each in self.agents.values():
+            each.give_way(run_id, told)
         if self._adoption is not None and self._adoption.version.run_id == run_id:
             self._pulled = self._adoption.version.number
             for agent in self.agents.values():

@@ -412,6 +412,43 @@ def test_a_trainer_that_is_gone_is_past_when_another_run_took_over(lasting: bool
     assert model.run.errors == {}
 
 
+def test_a_trainer_that_died_before_this_host_was_started_is_past_when_the_next_one_is_followed() -> None:
+    """A controller told of both. Seen red: the first one's error stood in the status for ever, and who asked every
+    second for its version found a dead port; had its agent answered late, it had taken over from the next one."""
+    model = Model(ONE, TWO, poll_s=5.0)
+    claim = model.claims(7, "first", at=ONE)
+    model.hears(None, ONE)
+    model.claims(0, "next", at=TWO)
+    model.hears(says(0, "next"), TWO)
+    model.pulls()
+    model.run.wake(ONE)
+    model.hears(None, ONE, in_s=1.0)
+    assert (model.run.errors, model.run.next_ask(ONE), model.run.doubts) == ({}, None, None)
+    with pytest.raises(TransferAbortedError, match="run next was told of later"):
+        model.run.check(claim)
+    model.run.wake(ONE)
+    model.hears(says(8, "first"), ONE, in_s=1.0)
+    assert (model.run.run_id, model.num_takeovers) == ("next", 0)
+    model.claims(9, "first", at=ONE)
+    model.hears(says(9, "first"), ONE, in_s=1.0)
+    assert model.run.run_id == "first", "nobody is kept out who tells again"
+
+
+def test_who_never_says_a_word_is_left_alone_when_its_time_is_over_and_another_one_is_there() -> None:
+    """Told of behind the one that is followed, by a controller that had not heard of that yet. Seen red: a thread asked
+    the dead port for ever."""
+    model = following(TWO, poll_s=5.0)
+    model.run.know(ONE)
+    model.claims(7, "first", at=ONE)
+    while model.run.next_ask(ONE) is not None:
+        assert model.now_s < 2000
+        model.hears(None, ONE, in_s=WAIT_S)
+    assert (model.run.errors, model.run.doubts) == ({}, None)
+    model.claims(8, "first", at=ONE)
+    model.hears(says(8, "first"), ONE, in_s=1.0)
+    assert model.run.run_id == "first", "a claim wakes it"
+
+
 def test_a_store_that_is_away_is_no_trainer_that_is_gone() -> None:
     """Seen red: whoever runs the trainer was told to start it again."""
     model = following("s3://bucket/run", poll_s=5.0)
