@@ -248,6 +248,22 @@ def test_a_report_of_another_run_is_no_success() -> None:
         assert "under its push's run_id" in (client.rollout_service_state("actor").last_error or "")
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_controller_that_is_closed_waits_for_no_rank(taken: bool) -> None:
+    """Seen red: its thread waited on, for minutes, though nobody could take or report the order any more."""
+    config = {"sync_method": "push", "sync_mode": "sync", "fleet": {"port": 0, "models": ["closing"]}}
+    with build_controller(config) as built, contextlib.closing(ControllerClient(built.url)) as client:
+        client.train_worker_notify_weight_update("trainer", "closing", "r", 1)
+        wait_until(lambda: built.orders[0]._order is not None, "it is ordered")
+        if taken:
+            assert client.next_push("closing", 1, "r", wait_s=LONG_S) is not None
+
+    def ended() -> bool:
+        return "weightsync-sync-closing" not in {each.name for each in threading.enumerate()}
+
+    wait_until(ended, "nobody waits", LONG_S)
+
+
 class Engines:
     """What a `Pusher` pushes with: some pushes fail, or leave an engine out."""
 
