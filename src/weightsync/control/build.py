@@ -12,6 +12,7 @@ from weightsync.config import FleetConfig, WeightSyncConfig
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import SyncMethod
 from weightsync.control.methods.select import method_of
+from weightsync.control.push_orders import PushOrders
 from weightsync.control.server import ControllerServer
 from weightsync.errors import ConfigError
 from weightsync.net.server import TlsFiles
@@ -28,15 +29,19 @@ class Built(Closing):
         controller: document 5's calls.
         server: started; `url` is its address.
         url: see there.
+        orders: of the method that was made for it: nobody can take or report them without the server.
     """
 
     controller: WeightSyncController
     server: ControllerServer
     url: str
+    orders: Sequence[PushOrders] = ()
 
     def close(self) -> None:
-        """Closes the server, then the controller. Idempotent."""
+        """Closes the server, then the controller; pushes that are ordered are given up. Idempotent."""
         with contextlib.ExitStack() as stack:
+            for each in self.orders:
+                stack.callback(each.close)
             stack.callback(self.controller.close)
             stack.callback(self.server.close)
 
@@ -74,7 +79,10 @@ def build_controller(
         raise ConfigError(
             "a service_token, and no token of the controller's own: whoever sends a heartbeat would be given it"
         )
-    method = method or method_of(settings, models, token=service_token or token, verify=verify)
+    orders: Sequence[PushOrders] = ()
+    if method is None:
+        method = method_of(settings, models, token=service_token or token, verify=verify)
+        orders = tuple(method.orders.values())
     controller = WeightSyncController(
         settings,
         method,
@@ -83,7 +91,7 @@ def build_controller(
         on_give_up=on_give_up,
     )
     server = ControllerServer(controller, host=fleet.host, port=fleet.port, token=token, tls=tls)
-    return Built(controller=controller, server=server, url=server.start())
+    return Built(controller=controller, server=server, url=server.start(), orders=orders)
 
 
 def waits_for(config: WeightSyncConfig, url: str) -> str:

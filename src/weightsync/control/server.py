@@ -184,13 +184,11 @@ class ControllerServer:
         return self._changed.setdefault(model_tag, asyncio.Event())
 
     async def _batch_ready(self, _: Request, asked: ModelRequest) -> RolloutServiceState:
-        await asyncio.to_thread(self._controller.trajectory_pool_notify_batch_ready, asked.model_tag)
+        await _in_thread(self._controller.trajectory_pool_notify_batch_ready, asked.model_tag)
         return self._controller.rollout_service_state(asked.model_tag)
 
     async def _batch_dropped(self, _: Request, asked: BatchDroppedRequest) -> RolloutServiceState:
-        await asyncio.to_thread(
-            self._controller.trajectory_pool_notify_batch_dropped, asked.model_tag, asked.num_batches
-        )
+        await _in_thread(self._controller.trajectory_pool_notify_batch_dropped, asked.model_tag, asked.num_batches)
         return self._controller.rollout_service_state(asked.model_tag)
 
     async def _trained(self, request: Request, asked: TrainedRequest) -> RolloutServiceState:
@@ -267,7 +265,8 @@ class ControllerServer:
         return done
 
     async def _end_validate(self, _: Request, asked: EndValidateRequest) -> RolloutServiceState:
-        await asyncio.to_thread(self._controller.end_validate, asked.model_tag, asked.result, version=asked.version)
+        end = functools.partial(self._controller.end_validate, version=asked.version)
+        await _in_thread(end, asked.model_tag, asked.result)
         return self._controller.rollout_service_state(asked.model_tag)
 
     async def _next_push(self, request: Request, asked: NextPushRequest) -> NextPushReply:
@@ -338,6 +337,12 @@ def phases_of(status: ControllerStatus, *, now_s: float) -> tuple[PhaseRecord, .
         for sync in reversed(status.syncs)
         for span in sync.spans
     )
+
+
+async def _in_thread(call: Callable[..., None], *args: object) -> None:
+    """In a thread of its own. Where none can be had this raises, and nothing is done. The loop's executor would raise,
+    and do it later: whoever says it again has said it twice."""
+    await asyncio.wrap_future(in_thread(functools.partial(call, *args), name="weightsync-told"))
 
 
 def _post(path: str, kind: type[_M], answer: Callable[[Request, _M], Awaitable[msgspec.Struct]]) -> Route:

@@ -16,6 +16,8 @@ from weightsync.types.push_orders import PushOrder
 _WORKER = "trainer"
 _ORDER_S = 10.0
 """So long rank 0 waits for the order of a sync that is under way."""
+_RETRY_S = 15.0
+"""A retry that comes later than in so long is not waited for: the other ranks wait meanwhile."""
 
 _logger = logging.getLogger(__name__)
 
@@ -60,13 +62,15 @@ class OrderTaker:
 
         self._told(ask)
 
-    def next(self, run_id: str | None, version: int, *, last: bool = False) -> PushOrder | None:
+    def next(self, run_id: str | None, version: int, *, last: bool = False, again: bool = False) -> PushOrder | None:
         """Tells the controller of a version, and asks whether the ranks are to push it; every rank, which are all told
         the same.
 
         Args:
             run_id, version: which.
             last: it was told of it already, and no other will come: a push of it is due.
+            again: an order of it has failed. Where rollout waits for the next try, that is waited for: these ranks may
+                wait for rollout's next batch behind this step.
 
         Raises:
             VersionError: another run has taken over.
@@ -75,12 +79,19 @@ class OrderTaker:
         taken: list[PushOrder] = []
 
         def ask(client: ControllerClient) -> PushOrder | None:
-            if last:
+            wait_s = _ORDER_S
+            if again:
+                state = client.rollout_service_state(self._model_id)
+                retry_in_s = state.retry_in_s or 0.0
+                if not (state.blocked and state.num_failed and retry_in_s <= _RETRY_S):
+                    return None
+                due, wait_s = True, _ORDER_S + retry_in_s
+            elif last:
                 due = not client.sync_weight_to_rollout_service(self._model_id, wait_s=0.0)
             else:
                 state = client.train_worker_notify_weight_update(_WORKER, self._model_id, run_id, version)
                 due = state.state == "syncing"
-            order = client.next_push(self._model_id, version, run_id, wait_s=_ORDER_S if due else 0.0)
+            order = client.next_push(self._model_id, version, run_id, wait_s=wait_s if due else 0.0)
             taken.extend(() if order is None else (order,))
             return order
 

@@ -30,6 +30,7 @@ from weightsync.errors import (
     ConfigError,
     ExtractError,
     StateError,
+    TrainerRankError,
     TransferAbortedError,
     WeightSyncError,
     as_weightsync_error,
@@ -44,6 +45,7 @@ from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import EngineHandle, SyncReport
 from weightsync.types.closing import Closing
 from weightsync.types.process import of_one_process
+from weightsync.types.push_orders import PushOrder
 from weightsync.verbs.engines import EngineLike, handle_of, urls_of
 from weightsync.verbs.lora import BaseLike, lora_choice
 from weightsync.verbs.order_taker import OrderTaker
@@ -227,7 +229,8 @@ class Pusher(Closing):
 
         Raises:
             SyncFailedError: engines failed; `causes` says which and why. They serve their old version, or refuse to
-                serve. The next step starts over with those that answer.
+                serve. The next step starts over with those that answer. Where a controller keeps rollout waiting for
+                it, its retries were made before.
             TrainerRankError: a rank is gone: restart the job.
             StateError: this push is closed.
             WeightSyncError: as for its kind; as with SyncFailedError. A controller refuses what it is told: another run
@@ -254,8 +257,20 @@ class Pusher(Closing):
     def _ordered(self, number: int, taker: OrderTaker, *, last: bool = False) -> SyncReport | None:
         order = taker.next(self._sync.run_id, number, last=last)
         self._is_owed = order is None
-        if order is None:
-            return None
+        report: SyncReport | None = None
+        while order is not None:
+            try:
+                report = self._taken(number, taker, order)
+            except TrainerRankError:  # nobody is left to agree with
+                raise
+            except WeightSyncError:
+                if (order := taker.next(self._sync.run_id, number, again=True)) is None:
+                    raise
+            else:  # a controller may want those that were left out
+                order = taker.next(self._sync.run_id, number, again=True) if report.lost else None
+        return report
+
+    def _taken(self, number: int, taker: OrderTaker, order: PushOrder) -> SyncReport:
         outcome: SyncReport | WeightSyncError = TransferAbortedError("the trainer was interrupted")
         try:
             outcome = self._pushed(number)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, as_completed
+from typing import cast
 
 import pytest
 
@@ -19,13 +21,18 @@ from weightsync.errors import (
     InvalidRequestError,
     LoadError,
     StateError,
+    SyncFailedError,
     SyncInProgressError,
     TransferAbortedError,
     VersionError,
+    WeightSyncError,
 )
 from weightsync.handles.fanout import in_thread
+from weightsync.trainer.push import PushSync
 from weightsync.types import SyncReport, Version
 from weightsync.types.push_orders import NextPushRequest, PushDoneRequest, PushOrder
+from weightsync.verbs.order_taker import OrderTaker
+from weightsync.verbs.pushing import Pusher
 
 LONG_S = 20.0
 
@@ -239,6 +246,94 @@ def test_a_report_of_another_run_is_no_success() -> None:
         client.push_done("actor", order, report(1, "another"))
         assert not client.sync_weight_to_rollout_service("actor", wait_s=0.2)
         assert "under its push's run_id" in (client.rollout_service_state("actor").last_error or "")
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_controller_that_is_closed_waits_for_no_rank(taken: bool) -> None:
+    """Seen red: its thread waited on, for minutes, though nobody could take or report the order any more."""
+    config = {"sync_method": "push", "sync_mode": "sync", "fleet": {"port": 0, "models": ["closing"]}}
+    with build_controller(config) as built, contextlib.closing(ControllerClient(built.url)) as client:
+        client.train_worker_notify_weight_update("trainer", "closing", "r", 1)
+        wait_until(lambda: built.orders[0]._order is not None, "it is ordered")
+        if taken:
+            assert client.next_push("closing", 1, "r", wait_s=LONG_S) is not None
+
+    def ended() -> bool:
+        return "weightsync-sync-closing" not in {each.name for each in threading.enumerate()}
+
+    wait_until(ended, "nobody waits", LONG_S)
+
+
+class Engines:
+    """What a `Pusher` pushes with: some pushes fail, or leave an engine out."""
+
+    run_id = "r"
+
+    def __init__(self, *outcomes: str) -> None:
+        self._outcomes = list(outcomes)
+        self.num_pushes = 0
+
+    def sync_weights(self, version: int, *, error: WeightSyncError | None = None) -> SyncReport:
+        self.num_pushes += 1
+        match self._outcomes.pop(0):
+            case "fails":
+                raise SyncFailedError("a hiccup", causes={"e": LoadError("no room")})
+            case "leaves one out":
+                return dataclasses.replace(report(version), lost={"f": "it was away"})
+        return report(version)
+
+    def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def pusher_of(url: str, engines: Engines) -> Iterator[Pusher]:
+    taker = OrderTaker(url, "actor", token=None, verify=True, timeout_s=LONG_S, alone=True)
+    opened = contextlib.ExitStack()
+    opened.callback(taker.close)
+    with Pusher(cast(PushSync, engines), opened, taker) as pusher:
+        yield pusher
+
+
+@pytest.mark.parametrize("trouble", ["fails", "leaves one out"])
+def test_a_step_whose_push_failed_takes_the_retry_that_rollout_waits_for(trouble: str) -> None:
+    """Its next batch comes from that rollout. Seen red: each retry waited for a next step, 120 s in vain."""
+    config = {"sync_method": "push", "sync_mode": "sync", "fleet": {"port": 0, "models": ["actor"], "retries_s": [0.1]}}
+    engines = Engines(trouble, "well")
+    with build_controller(config) as built, pusher_of(built.url, engines) as push:
+        pushed = push.step()
+        assert pushed is not None
+        assert not pushed.lost
+        assert engines.num_pushes == 2
+        assert built.controller.await_rollout_service("actor", timeout_s=LONG_S) == "continue"
+        assert built.controller.rollout_service_state("actor").rollout_model_version == 1
+
+
+def test_a_step_raises_when_all_retries_have_failed_and_rollout_goes_on() -> None:
+    """Seen red: it raised after the first, and rollout was locked for the time of all orders to come."""
+    fleet = {"port": 0, "models": ["actor"], "retries_s": [0.01, 0.02]}
+    engines = Engines(*["fails"] * 3)
+    with (
+        build_controller({"sync_method": "push", "sync_mode": "sync", "fleet": fleet}) as built,
+        pusher_of(built.url, engines) as push,
+    ):
+        with pytest.raises(SyncFailedError, match="a hiccup"):
+            push.step()
+        assert engines.num_pushes == 3
+        assert built.controller.await_rollout_service("actor", timeout_s=LONG_S) == "continue"
+        assert built.controller.rollout_service_state("actor").overdue
+
+
+def test_a_step_whose_push_failed_waits_for_no_retry_that_nobody_waits_for() -> None:
+    fleet = {"port": 0, "models": ["actor"], "retries_s": [600.0]}
+    engines = Engines("fails")
+    with (
+        build_controller({"sync_method": "push", "sync_mode": "fully-async", "fleet": fleet}) as built,
+        pusher_of(built.url, engines) as push,
+    ):
+        with pytest.raises(SyncFailedError, match="a hiccup"):
+            push.step()
+        assert engines.num_pushes == 1
 
 
 def test_another_method_orders_nothing() -> None:

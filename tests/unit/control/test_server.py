@@ -19,7 +19,7 @@ from weightsync.clients.controller import ControllerClient
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import SyncMethod
 from weightsync.control.server import ControllerServer
-from weightsync.errors import AuthError, EngineUnreachableError, InvalidRequestError, VersionError
+from weightsync.errors import AuthError, EngineUnreachableError, InvalidRequestError, VersionError, WeightSyncError
 from weightsync.handles.fanout import in_thread
 from weightsync.net.places import Places
 from weightsync.types import Version
@@ -82,6 +82,27 @@ def test_a_step_over_http(served: Served) -> None:
     assert status["verifier"].train_model_version == 0
     assert client.end_validate("actor").waiting_for_validation is None
     assert client.sync_weight_to_rollout_service("actor")
+
+
+def test_a_batch_that_could_not_be_counted_is_not_counted_later(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: there was no thread, the caller heard of an error, said it again, and it counted twice."""
+    told, start = [], threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(("asyncio", "weightsync-told")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(served.controller, "trajectory_pool_notify_batch_ready", told.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(WeightSyncError):
+            served.client.trajectory_pool_notify_batch_ready("actor")
+    served.client.trajectory_pool_notify_batch_ready("actor")
+    served.client.end_validate("actor")  # behind whatever is done late
+    assert told == ["actor"]
 
 
 def test_a_step_that_gives_nothing_is_told_over_http(served: Served) -> None:

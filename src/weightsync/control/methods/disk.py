@@ -101,6 +101,7 @@ class DiskMethod(SyncMethod):
         self._lock = threading.Lock()
         self._known: dict[str, Capabilities] = {}
         self._engines: dict[str, DiskEngine[Any]] = {}
+        self._named: dict[str, frozenset[str]] = {}  # by model: its engines, as they were listed last
         self._asked: dict[str, Version] = {}  # by model: what was asked for last
         self._evicted: dict[tuple[str, str], Version | None] = {}  # by model and URL: what was asked for last
         self.peers = Peers()
@@ -177,6 +178,7 @@ class DiskMethod(SyncMethod):
                     found += router.workers(timeout_s=min(_PROBE_S, deadline.check("list of workers", peer=url)))
             else:
                 found.append(url.rstrip("/"))
+        self._forget_gone(model_tag, found)
         members = self.peers.live(model_tag, dict.fromkeys(found))
         if not members and version is not None:
             newer = [url for url in dict.fromkeys(found) if self._is_newer(model_tag, url, version)]
@@ -186,6 +188,16 @@ class DiskMethod(SyncMethod):
         if not members:
             raise NoEnginesError(f"every engine of model {model_tag!r} was evicted")
         return members
+
+    def _forget_gone(self, model_tag: str, found: Sequence[str]) -> None:
+        """Lets go of engines that no model names any more: a router's workers come and go."""
+        with self._lock:
+            self._named[model_tag] = frozenset(found)
+            named = frozenset().union(*self._named.values(), *self._urls.values())
+            self._known = {url: known for url, known in self._known.items() if url in named}
+            gone = [self._engines.pop(url) for url in self._engines.keys() - named]
+        for engine in gone:
+            engine.close()
 
     def _is_newer(self, model_tag: str, url: str, version: Version) -> bool:
         """Whether that version was not asked for when that engine was evicted."""

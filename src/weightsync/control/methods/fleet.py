@@ -261,6 +261,7 @@ class FleetMethod(SyncMethod):
 
         done, failed = self._at_once(members, both, unless=lambda: self._is_over(versions) and decided.set(False))
         if not done:
+            decided.set(False)  # one that left and came back has still to answer: it must not decide behind this
             self._note_failed(versions, failed)
             if all(self.pool.current(each.model_id) == each for each in versions):  # it was let go, and nobody is left
                 self._evict(failed)

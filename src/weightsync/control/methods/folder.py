@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -43,6 +44,7 @@ _MAKING, _GONE, _POINTING = ".making-", ".gone-", ".latest-"
 _LEFT = re.compile(r"\.(making|gone|latest)-[0-9a-f]{32}")
 """What a publisher that was killed left: nobody calls a file of his own so."""
 _MAX_MARK_BYTES = 1 << 16
+_logger = logging.getLogger(__name__)
 
 
 class _Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -249,14 +251,22 @@ class VersionFolder:
         for path in (mark, *files):
             _flush(path)
         _flush(written)
-        written.rename(final)
-        _flush(model)
         pointing = model / f"{_POINTING}{uuid.uuid4().hex}"
-        pointing.symlink_to(final.name)
-        pointing.replace(model / LATEST)
-        _flush(model)
-        for path, _ in sorted(marks, key=lambda found: -found[1].seq)[self._keep - 1 :]:
-            _delete_unheld(path)
+        written.rename(final)
+        try:
+            _flush(model)
+            pointing.symlink_to(final.name)
+            pointing.replace(model / LATEST)
+        except Exception:  # as if it had never been there: the same version can be published again
+            final.rename(written)
+            pointing.unlink(missing_ok=True)
+            raise
+        try:  # it is published, whatever fails from here on
+            _flush(model)
+            for path, _ in sorted(marks, key=lambda found: -found[1].seq)[self._keep - 1 :]:
+                _delete_unheld(path)
+        except (OSError, UnsupportedError) as error:
+            _logger.warning("model %s: %s is published; what follows failed: %s", model_tag, version, error)
         return final
 
     def _marks(self, model: Path) -> Iterator[tuple[Path, _Mark]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import threading
@@ -20,6 +21,7 @@ from weightsync.errors import (
 from weightsync.types import Version
 from weightsync.types.deadline import check_wait_s
 
+_MAX_ASKED = 10_000
 _logger = logging.getLogger(__name__)
 
 
@@ -76,14 +78,14 @@ class MockMethod(SyncMethod):
         self._names = tuple(f"mock-{index}" for index in range(num_instances))
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._asked: list[MockCall] = []
+        self._asked: collections.deque[MockCall] = collections.deque(maxlen=_MAX_ASKED)
         self._served: dict[str, Version] = {}
         self.peers = Peers()
         _logger.warning("sync method 'mock': nothing is moved, whatever is said to be served")
 
     @property
     def asked(self) -> tuple[MockCall, ...]:
-        """All calls, in the order in which they ended."""
+        """The last calls, 10,000 at most, in the order in which they ended."""
         with self._lock:
             return tuple(self._asked)
 

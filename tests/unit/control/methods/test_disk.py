@@ -123,6 +123,27 @@ def test_a_worker_that_came_later_loads_too_and_one_server_needs_no_router(place
     assert (held(late), held(servers[0])) == (weights(3), weights(2))
 
 
+def test_a_worker_that_a_router_names_no_more_is_forgotten(place: Place) -> None:
+    """Seen red: each that ever was there was kept, with what was known of it, for the run."""
+    (first, second, other), router = place.sglang(3)
+    router.urls = [first.url]
+    method = DiskMethod(place.folder, {"actor": router.url, "critic": [other.url + "/"]})
+    with contextlib.closing(method):
+        method.initialize()
+        place.publish(1)
+        method.sync_weights("actor", v(1))
+        assert set(method._engines) == {first.url, other.url}
+        router.urls = [second.url]
+        place.publish(2)
+        method.sync_weights("actor", v(2))
+        assert set(method._engines) == {second.url, other.url}
+        assert {url.rstrip("/") for url in method._known} == {router.url, second.url, other.url}
+        router.urls = [first.url]
+        place.publish(3)
+        assert method.sync_weights("actor", v(3)) == 3
+        assert held(first) == weights(3)
+
+
 def test_zero_workers_are_a_failure(place: Place) -> None:
     _, router = place.sglang(0)
     method = place.method(router)

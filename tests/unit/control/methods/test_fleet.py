@@ -195,6 +195,31 @@ def test_one_that_leaves_meanwhile_is_not_waited_for(world: World, policy: str) 
     assert (a.served["actor"].of, c.served["actor"].of) == (v(1), v(1))
 
 
+def test_one_that_left_and_came_back_commits_nothing_of_a_sync_that_has_failed(world: World) -> None:
+    """Seen red: its thread decided for the fleet, and told it to commit, when nobody synced any more."""
+    a, method = world.instance("a").beat(), world.method(prepare_timeout_s=LONG_S)
+    over, others = threading.Event(), set(threading.enumerate())
+
+    async def hangs(_: Any) -> None:
+        while not over.is_set():
+            await asyncio.sleep(0.01)
+
+    a.on_prepare = hangs
+    began = in_thread(lambda: bring(method, 1), name="sync")
+    until(lambda: a.calls, "it is asked")
+    a.silent()
+    world.pool.evict("a", "it was not heard")
+    with pytest.raises(SyncFailedError, match="it left the pool meanwhile"):
+        began.result(LONG_S / 2)
+    a.beat()
+    mine = [each for each in threading.enumerate() if each.name == "weightsync-fleet" and each not in others]
+    assert len(mine) == 1
+    over.set()
+    until(lambda: not mine[0].is_alive(), "its call has ended")
+    assert a.names() == ["prepare"]
+    assert world.pool.current("actor") is None
+
+
 def test_all_but_one_that_left_the_pool(world: World) -> None:
     (a, b, c), method = world.three(), world.method("all", prepare_timeout_s=LONG_S)
     over = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -274,6 +275,51 @@ def test_a_publisher_that_is_killed_leaves_a_whole_version_or_none(
     folder.publish("actor", v(3), writes("three"))
     assert folder.versions("actor") == (v(3),)
     assert there(tmp_path) == {"run-3", LATEST}
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+@pytest.mark.parametrize("step", ["symlink_to", "replace"])
+def test_a_version_that_could_not_become_the_latest_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, adopted: bool
+) -> None:
+    """Seen red: the error said that nothing was published, the version was there, and was refused for good."""
+    folder, given = VersionFolder(tmp_path / "root"), tmp_path / "given"
+    folder.publish("actor", v(1), writes("one"))
+    given.mkdir()
+    writes("given")(given)
+
+    def publish() -> Path:
+        return folder.adopt("actor", v(2), given) if adopted else folder.publish("actor", v(2), writes("two"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, step, full)
+        with pytest.raises(StorageError, match="no space left") as raised:
+            publish()
+    assert raised.value.state_left == "nothing was published"
+    assert (folder.versions("actor"), folder.latest("actor")) == ((v(1),), v(1))
+    assert there(folder.root) == {"run-1", LATEST}
+    assert (given / "config.json").exists()
+    publish()
+    assert (folder.latest("actor"), text_of(folder, v(2))) == (v(2), "given" if adopted else "two")
+
+
+def test_a_version_is_published_where_old_ones_can_not_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: the error said that nothing was published, and it was the latest."""
+    folder = VersionFolder(tmp_path, keep=1)
+    folder.publish("actor", v(1), writes("one"))
+
+    def refuse(_: Path) -> None:
+        raise PermissionError(errno.EACCES, "not yours")
+
+    monkeypatch.setattr("weightsync.control.methods.folder._delete_unheld", refuse)
+    folder.publish("actor", v(2), writes("two"))
+    assert folder.latest("actor") == v(2)
+    assert "run/2 is published; what follows failed: [Errno 13] not yours" in caplog.text
 
 
 def test_only_what_a_publisher_left_is_removed(tmp_path: Path) -> None:

@@ -41,6 +41,15 @@ def test_it_serves_what_it_is_asked_for_and_says_that_nothing_is_moved(caplog: p
     ]  # fmt: skip
 
 
+def test_a_dry_run_of_days_keeps_its_last_calls() -> None:
+    """Seen red: all were kept."""
+    method = MockMethod()
+    for number in range(10_005):
+        method.trained("m", v(number))
+    assert len(method.asked) == 10_000
+    assert method.asked[-1].version == v(10_004)
+
+
 def test_it_fails_as_often_as_it_was_told() -> None:
     method = MockMethod(2, failures={2: 2})
     for _ in range(2):
