@@ -61,6 +61,7 @@ class _Merging:
         self._layer_of = {}
         modules = self.model.modules()
         owners = Counter(id(tensor) for module in modules for tensor in module._parameters.values())
+        gathered = {id(tensor) for _, tensor in self._named_tensors()}  # type: ignore[attr-defined]
         for path, layer in lora_layers(peft_model_in(self.model), self.merged):
             if self.merged in layer.merged_adapters:
                 raise UnsupportedError("this adapter is merged in place: unmerge it first", parameter=path)
@@ -70,14 +71,22 @@ class _Merging:
             changed = ["weight", "bias"] if getattr(layer, "lora_bias", {}).get(self.merged) else ["weight"]
             base = layer.get_base_layer()
             for name in changed:
-                if (tensor := getattr(base, name, None)) is not None:
-                    if owners[id(tensor)] > 1:
-                        raise UnsupportedError(
-                            "the adapter changes one of two tied weights, which an engine has as one: publish the "
-                            "adapter itself, or untie them",
-                            parameter=path,
-                        )
-                    self._layer_of[id(tensor)] = layer, name
+                tensor = getattr(base, name, None)
+                if tensor is None and name == "bias":
+                    continue
+                if id(tensor) not in gathered:
+                    raise UnsupportedError(
+                        f"its base, a {type(base).__name__}, has no {name} of its own that the adapter could be merged "
+                        "into, as where it is quantized: publish the adapter itself",
+                        parameter=path,
+                    )
+                if owners[id(tensor)] > 1:
+                    raise UnsupportedError(
+                        "the adapter changes one of two tied weights, which an engine has as one: publish the adapter "
+                        "itself, or untie them",
+                        parameter=path,
+                    )
+                self._layer_of[id(tensor)] = layer, name
 
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         gather: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = super()._gather  # type: ignore[misc]
