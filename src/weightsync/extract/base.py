@@ -95,6 +95,9 @@ class WeightExtractor(abc.ABC):
     """Of a publication of kind "lora": what goes beside its tensors. The same on every rank, and may change between two
     steps. None: these are a model's weights."""
 
+    read_adapter: Callable[[], Adapter] | None = None
+    """Makes `adapter` anew, bound to nothing, of what the model says by now."""
+
     canary: Canary | None = None
     """What the model says of a known prompt with the weights that are extracted next; rank 0's counts."""
 

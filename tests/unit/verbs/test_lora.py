@@ -62,6 +62,29 @@ def test_a_base_is_given_in_several_ways() -> None:
     assert extractor.adapter.base == Base(model_id="actor", version=publisher.version)
 
 
+def test_what_is_set_after_the_first_step_goes_out_or_is_refused() -> None:
+    """Seen red: the configuration of the beginning went out, and engines multiplied by the old scaling."""
+    model = peft_model()
+    layers = [module for module in model.modules() if hasattr(module, "scale_layer")]
+    choice = lora_choice(model, adapter=None, merge=False, base=False)
+    assert choice is not None
+    extractor = extractor_of(model, base=False)
+    before = extractor.adapter
+    choice.bind(extractor)
+    assert extractor.adapter == before
+    model.peft_config["default"].lora_alpha = 4
+    for layer in layers:
+        layer.lora_alpha["default"] = 4
+        layer.set_scale("default", 1.0)
+    choice.bind(extractor)
+    assert extractor.adapter.scaling_of("model.layers.0.mlp.up_proj") == 0.5 != before.scaling_of("")
+    layers[3].scale_layer(0.5)
+    with pytest.raises(UnsupportedError, match="by hand"):
+        choice.bind(extractor)
+    layers[3].scale_layer(2.0)
+    choice.bind(extractor)
+
+
 @pytest.mark.parametrize("said", [{"adapter": "default"}, {"merge": True}, {"base": False}])
 def test_what_is_said_of_an_adapter_needs_one(said: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="PEFT model"):
