@@ -141,7 +141,7 @@ class LoraChoice:
         if extractor.adapter is None or extractor.read_adapter is None:
             return
         base = extractor.adapter.base
-        if isinstance(self.base, PublishesBase):
+        if isinstance(self.base, PublishesBase) and not isinstance(self.base, Base):  # which looks like one
             if self.base.version is None:
                 raise ConfigError("the base's publisher has published nothing yet: step() it before the adapter's")
             base = Base(model_id=self.base.model_id, version=self.base.version)

@@ -43,13 +43,19 @@ def test_an_adapter_is_bound_to_the_digest_of_its_base_and_keeps_its_dtype() -> 
 
 
 def test_a_base_is_given_in_several_ways() -> None:
+    """Seen red: a given `Base` was taken for a publisher that has published nothing, at each step."""
+
     class Publisher:
         version: Version | None = None
         model_id = "actor"
 
     model, publisher = peft_model(), Publisher()
     base = Base(model_id="b", model_digest="wsd2:" + "1" * 32)
-    assert extractor_of(model, base=base).adapter.base == base
+    given = extractor_of(model, base=base)
+    said = lora_choice(model, adapter=None, merge=False, base=base)
+    assert said is not None
+    said.bind(given)
+    assert given.adapter.base == base
     assert extractor_of(model, base=base.model_digest).adapter.base.model_digest == base.model_digest
     assert extractor_of(model, base=False).adapter.base is None
     choice = lora_choice(model, adapter=None, merge=False, base=publisher)
