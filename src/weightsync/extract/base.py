@@ -141,7 +141,8 @@ class WeightExtractor(abc.ABC):
         What can be checked is checked by the call itself; the iterator only gathers and hands out.
 
         Yields:
-            Chunks of contiguous, detached tensors, bit-identical to gathering first and converting then.
+            Chunks of contiguous, detached tensors, none a lazy conjugate or negative; bit-identical to gathering first
+            and converting then.
 
         Raises:
             ConfigError: as for `metadata`.
@@ -357,7 +358,7 @@ class WeightExtractor(abc.ABC):
             with self._gathered(asked):
                 try:
                     for tensor, dtype in asked:
-                        tensors.append(self._gather(tensor, dtype))
+                        tensors.append(self._gather(tensor, dtype).resolve_conj().resolve_neg())  # mostly itself
                 except Exception:
                     with translated(specs.names[len(tensors)]):
                         raise

@@ -349,6 +349,14 @@ def test_each_change_of_a_tensor_is_seen_on_the_step_that_it_comes(
                 change(module, name, held, random.Random(step))
 
 
+def test_a_large_lazy_conjugate_is_published_as_what_it_means(manager: WeightManager) -> None:
+    """Seen red: RuntimeError, view is not supported for conjugate view tensors."""
+    numbers = torch.randn(70_000, dtype=torch.complex64).conj()
+    assert numbers.is_conj()
+    for _ in range(2):
+        assert published(manager, [("freqs", numbers)])
+
+
 def test_nothing_is_kept_of_a_model_between_two_steps(manager: WeightManager) -> None:
     """A trainer that gathers a new state each step must not hold two of them."""
     for _ in range(3):
