@@ -14,7 +14,7 @@ import torch.distributed as dist
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError, as_weightsync_error
 from weightsync.extract.glance import Glance, Pairs
 from weightsync.extract.grouping import PlannedChunk, group_name, order_by_group, plan_chunks
-from weightsync.tensors import torch_dtype
+from weightsync.tensors import has_its_memory, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, TensorTable, WeightChunk, dtype_name, target_dtype
 from weightsync.types.adapter import Adapter
 from weightsync.types.canary import Canary
@@ -232,15 +232,12 @@ class WeightExtractor(abc.ABC):
             raise UnsupportedError(f"a tensor of layout {tensor.layout} can't be extracted", parameter=name)
         if str(tensor.dtype).removeprefix("torch.") not in ITEMSIZE_BYTES:
             raise UnsupportedError(f"a tensor of dtype {tensor.dtype} can't be extracted", parameter=name)
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-            if (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes():
-                raise ExtractError(
-                    f"the tensor says that it is {tuple(tensor.shape)}, and its memory ends before that, as after a "
-                    "resize_ that failed, or where its storage was freed: what lies behind it is not published",
-                    parameter=name,
-                )
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not has_its_memory(tensor):
+            raise ExtractError(
+                f"the tensor says that it is {tuple(tensor.shape)}, and its memory ends before that, as after a "
+                "resize_ that failed, or where its storage was freed: what lies behind it is not published",
+                parameter=name,
+            )
 
     def _at_a_glance(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether types, dtypes, shapes, sizes of storages and this answer say all that `_check` and `_shape` look at:
