@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
@@ -40,6 +39,7 @@ FOREIGN_ROOTS = tuple(dict.fromkeys(path[0] for path in FOREIGN_KEYS))
 _BOTH = "inference_service"
 """Our own section where it stands bare, and a framework's tree beside the roots."""
 BYTES_A_GB = 1 << 30
+_TOO_MANY_BYTES = 1 << 63
 _SAME_WORD = 0.85  # a key this close to one of ours, in a tree that isn't ours, is a misspelling
 _MAX_SHOWN = 100
 _MAX_WHY = 400
@@ -169,7 +169,7 @@ class _Merge:
     def translated(self, path: KeyPath, value: Any) -> Any:
         if path[-1] == "weight_transfer_threshold_cuda_ipc_GB":
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or int(value * BYTES_A_GB) < 1:
+            if not number or not 1 <= value * BYTES_A_GB < _TOO_MANY_BYTES:  # NaN fails too
                 self.problem(dotted(path), value, f"must be a finite number of GB ({BYTES_A_GB} bytes) above 0")
                 return _ABSENT
             return int(value * BYTES_A_GB)

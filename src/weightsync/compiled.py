@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import re
 import sys
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba import types
+from numba.core.caching import FunctionCache
+
+_logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -35,16 +39,32 @@ def writable(item: Any) -> Any:
 
 
 def compiled(*signatures: Any) -> Callable[[Function], Function]:
-    """`numba.njit` with a type that mypy keeps, cached on disk where some place is writable."""
+    """`numba.njit` with a type that mypy keeps, cached on disk where some place is writable, and nothing is damaged."""
 
     def compile_now(function: Function) -> Function:
         function.__qualname__ += f"_{sources_digest(function.__module__)}"  # numba's name for it on disk
         try:
             return cast(Function, numba.njit(list(signatures), nogil=True, cache=True)(function))
-        except RuntimeError:  # "cannot cache function": no writable place
-            return cast(Function, numba.njit(list(signatures), nogil=True)(function))
+        except Exception as error:  # no writable place, a full disk, or whatever pickle says of a file that was cut off
+            made = cast(Function, numba.njit(list(signatures), nogil=True)(function))  # or raises again
+            if not isinstance(error, RuntimeError):  # "cannot cache function": no writable place
+                _say_once(_folder_of(function), f"{type(error).__name__} {error}".strip())
+            return made
 
     return compile_now
+
+
+def _folder_of(function: Callable[..., Any]) -> str:
+    try:
+        return str(FunctionCache(function).cache_path)
+    except Exception:  # it is about to be named in a warning, and no more
+        return "numba's cache"
+
+
+@functools.cache
+def _say_once(folder: str, why: str) -> None:
+    """Of each folder and cause: a process has dozens of loops."""
+    _logger.warning("compiled loops can't be kept in %s, so each process compiles them anew: %s", folder, why)
 
 
 @functools.cache

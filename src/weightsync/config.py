@@ -92,13 +92,13 @@ class TransferConfig(_Section):
     )
     master_addr: _Text = Field(default="127.0.0.1", description="of training rank 0, for the engines to connect to")
     interface: _Text | None = Field(default=None, description="of the transfer group; null: the system's choice")
-    join_timeout_s: _Seconds = Field(
+    join_timeout_s: _Wait = Field(
         default=30.0, description="how long members of a group wait for each other; said, ranks that publish too"
     )
-    transfer_timeout_s: _Seconds = Field(
+    transfer_timeout_s: _Wait = Field(
         default=300.0, description="deadline of one whole sync; said, of a service's pull, or of what a service is told"
     )
-    pause_timeout_s: _Seconds = Field(
+    pause_timeout_s: _Wait = Field(
         default=30.0, description="how long a pause waits for running generations; said, that of a rollout service too"
     )
 
@@ -220,7 +220,7 @@ class FleetConfig(_Section):
     prepare_timeout_s: _Wait = Field(default=120.0, description="how long a service may take to fetch and stage")
     commit_timeout_s: _Wait = Field(default=30.0, description="how long it may take to pause and commit")
     straggler_s: _Wait = Field(default=2.0, description="with a quorum: how long the others may take then")
-    retries_s: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = Field(
+    retries_s: tuple[Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False)], ...] = Field(
         default=(1.0, 2.0, 4.0), strict=False, description="seconds until each retry of a sync that failed"
     )
     after_failure: Literal["keep", "evict"] = Field(

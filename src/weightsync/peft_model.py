@@ -61,7 +61,7 @@ def adapter_name(model: Any, wanted: str | None) -> str:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise UnsupportedError(f"adapter {name!r} is of PEFT's kind {kind}, and LORA alone is published")
-    for odd in ("layer_replication", "target_parameters"):
+    for odd in ("layer_replication", "target_parameters", "trainable_token_indices"):
         if getattr(config, odd, None):
             raise UnsupportedError(f"adapter {name!r} has {odd}, which is not published: merge it, or train without")
     return name
@@ -101,6 +101,9 @@ def base_names(model: Any, merged: str | None = None) -> dict[str, str]:
     Args:
         model: the PEFT model.
         merged: an adapter whose trained copies of whole modules (`modules_to_save`) stand for the base's.
+
+    Raises:
+        UnsupportedError: PEFT has put something around a module that is not known here.
     """
     tuners = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer
     others = importlib.import_module("peft.utils.other")
@@ -110,9 +113,7 @@ def base_names(model: Any, merged: str | None = None) -> dict[str, str]:
         if isinstance(module, tuners):
             inside.append((clean_name(path), {"base_layer.": ""}))
         elif isinstance(module, wraps):
-            copies = getattr(module, "modules_to_save", {})
-            own = f"modules_to_save.{merged}." if merged is not None and merged in copies else "original_module."
-            inside.append((clean_name(path), {own: ""}))
+            inside.append((clean_name(path), {_own_part(path, module, merged): ""}))
     found: dict[str, str] = {}
     for key, _ in module_tensors(model):
         clean = name = clean_name(key)
@@ -125,3 +126,14 @@ def base_names(model: Any, merged: str | None = None) -> dict[str, str]:
         if name is not None:
             found[clean] = name.removeprefix(PREFIX)
     return found
+
+
+def _own_part(path: str, module: Any, merged: str | None) -> str:
+    """Where the base's module lies in what PEFT has put around it."""
+    if "token_adapter" in module._modules:  # a layer of PEFT's, which has the base's
+        return "token_adapter."
+    copies = module._modules.get("modules_to_save")
+    if copies is None:
+        kind = type(module).__name__
+        raise UnsupportedError(f"which tensor is the base's in PEFT's {kind} is not known", parameter=clean_name(path))
+    return f"modules_to_save.{merged}." if merged is not None and merged in copies else "original_module."

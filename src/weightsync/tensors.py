@@ -43,6 +43,14 @@ def cut_out(tensor: torch.Tensor, block: Box, *, origin: tuple[int, ...] = ()) -
     ]
 
 
+def has_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's storage goes as far as the tensor does: it may be freed, or shrunk, at any time."""
+    reach = tensor.numel()
+    if reach and not tensor.is_contiguous():
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not reach or (tensor.storage_offset() + reach) * tensor.itemsize <= tensor.untyped_storage().nbytes()
+
+
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor as a 1-D uint8 tensor that shares its memory; any dtype, 0-d and
     empty ones included.

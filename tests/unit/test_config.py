@@ -230,10 +230,13 @@ def test_one_setting_twice_with_two_values_is_refused() -> None:
         (framework(weight_transfer_threshold_cuda_ipc_GB=0), ["weight_transfer_threshold_cuda_ipc_GB = 0", "GB"]),
         (framework(weight_transfer_threshold_cuda_ipc_GB="1"), ["weight_transfer_threshold_cuda_ipc_GB = '1'", "GB"]),
         (framework(weight_transfer_threshold_cuda_ipc_GB=float("nan")), ["cuda_ipc_GB = nan", "finite"]),
+        (framework(weight_transfer_threshold_cuda_ipc_GB=1e308), ["cuda_ipc_GB = 1e+308", "finite"]),
+        (framework(weight_transfer_threshold_cuda_ipc_GB=10**400), ["cuda_ipc_GB = 1000", "finite"]),
         ({"generator": 7}, ["generator is no mapping", "7"]),
     ],
 )
 def test_what_is_wrong_in_a_foreign_tree_is_told_in_its_own_names(source: dict[str, Any], expected: list[str]) -> None:
+    """Seen red: OverflowError, of numbers that are no bytes."""
     text = refused(source)
     for part in expected:
         assert part in text
@@ -287,6 +290,11 @@ def test_a_message_that_is_quoted_and_that_nobody_prints_is_told() -> None:
         ({"transfer": {"pause_timeout_s": float("nan")}}, ["pause_timeout_s = nan", "finite number of seconds"]),
         ({"transfer": {"pause_timeout_s": "30"}}, ["pause_timeout_s = '30'", "number of seconds"]),
         ({"transfer": {"pause_timeout_s": True}}, ["pause_timeout_s = True", "number of seconds"]),
+        ({"transfer": {"join_timeout_s": 1e9}}, ["join_timeout_s = 1000000000.0", "a week"]),
+        ({"transfer": {"transfer_timeout_s": 604801}}, ["transfer_timeout_s = 604801", "a week"]),
+        ({"transfer": {"pause_timeout_s": 10**400}}, ["pause_timeout_s = 1000"]),
+        ({"transfer": {"pause_timeout_s": 1e300}}, ["pause_timeout_s = 1e+300", "a week"]),
+        ({"fleet": {"retries_s": [1, 1e10]}}, ["fleet.retries_s", "1000000000", "a week"]),
         ({"transfer": {"colocated": 1}}, ["colocated = 1", "true or false"]),
         ({"transfer": {"master_addr": ""}}, ["master_addr = ''", "not empty"]),
         ({"transfer": [1]}, ["weight_sync.transfer = [1]", "mapping"]),
@@ -307,7 +315,7 @@ def test_a_message_that_is_quoted_and_that_nobody_prints_is_told() -> None:
     ],
 )
 def test_what_is_wrong_is_told_with_key_value_and_choices(tree: dict[Any, Any], expected: list[str]) -> None:
-    """Seen red with `strict=False` in the schema."""
+    """Seen red with `strict=False` in the schema; times above a week were read, and broke who waited so long."""
     text = refused({"weight_sync": tree})
     for part in expected:
         assert part in text

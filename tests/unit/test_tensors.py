@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import InvalidRequestError, UnsupportedError
-from weightsync.tensors import byte_array, byte_view, spec_of, tensor_from_bytes, torch_dtype
+from weightsync.tensors import byte_array, byte_view, has_its_memory, spec_of, tensor_from_bytes, torch_dtype
 from weightsync.types.dtypes import ITEMSIZE_BYTES
 
 DTYPES = sorted(ITEMSIZE_BYTES)
@@ -81,6 +81,14 @@ def test_what_does_not_lie_in_one_piece_is_refused(tensor: torch.Tensor) -> None
 def test_a_part_in_the_middle_is_fine() -> None:
     whole = torch.arange(12, dtype=torch.int32).reshape(4, 3)
     assert byte_array(whole[1:3]).tobytes() == np.arange(3, 9, dtype=np.int32).tobytes()
+
+
+def test_a_tensor_has_its_memory_as_far_as_its_last_element_goes() -> None:
+    whole = torch.arange(64.0).reshape(8, 8)
+    cases = [whole, whole.t(), whole[2:, 1::4], whole[:1].expand(4, 8), whole[7, 7], whole[8:]]
+    assert all(map(has_its_memory, cases))
+    whole.untyped_storage().resize_(4 * 63)
+    assert list(map(has_its_memory, cases)) == [False, False, True, True, False, True]
 
 
 def test_a_lazy_conjugate_is_refused_not_sent_unconjugated() -> None:

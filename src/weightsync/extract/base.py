@@ -14,7 +14,7 @@ import torch.distributed as dist
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError, as_weightsync_error
 from weightsync.extract.glance import Glance, Pairs
 from weightsync.extract.grouping import PlannedChunk, group_name, order_by_group, plan_chunks
-from weightsync.tensors import torch_dtype
+from weightsync.tensors import has_its_memory, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, TensorTable, WeightChunk, dtype_name, target_dtype
 from weightsync.types.adapter import Adapter
 from weightsync.types.canary import Canary
@@ -95,6 +95,9 @@ class WeightExtractor(abc.ABC):
     """Of a publication of kind "lora": what goes beside its tensors. The same on every rank, and may change between two
     steps. None: these are a model's weights."""
 
+    read_adapter: Callable[[], Adapter] | None = None
+    """Makes `adapter` anew, bound to nothing, of what the model says by now."""
+
     canary: Canary | None = None
     """What the model says of a known prompt with the weights that are extracted next; rank 0's counts."""
 
@@ -138,7 +141,8 @@ class WeightExtractor(abc.ABC):
         What can be checked is checked by the call itself; the iterator only gathers and hands out.
 
         Yields:
-            Chunks of contiguous, detached tensors, bit-identical to gathering first and converting then.
+            Chunks of contiguous, detached tensors, none a lazy conjugate or negative; bit-identical to gathering first
+            and converting then.
 
         Raises:
             ConfigError: as for `metadata`.
@@ -228,15 +232,12 @@ class WeightExtractor(abc.ABC):
             raise UnsupportedError(f"a tensor of layout {tensor.layout} can't be extracted", parameter=name)
         if str(tensor.dtype).removeprefix("torch.") not in ITEMSIZE_BYTES:
             raise UnsupportedError(f"a tensor of dtype {tensor.dtype} can't be extracted", parameter=name)
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
-            steps = zip(tensor.shape, tensor.stride(), strict=True)
-            last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
-            if (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes():
-                raise ExtractError(
-                    f"the tensor says that it is {tuple(tensor.shape)}, and its memory ends before that, as after a "
-                    "resize_ that failed, or where its storage was freed: what lies behind it is not published",
-                    parameter=name,
-                )
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not has_its_memory(tensor):
+            raise ExtractError(
+                f"the tensor says that it is {tuple(tensor.shape)}, and its memory ends before that, as after a "
+                "resize_ that failed, or where its storage was freed: what lies behind it is not published",
+                parameter=name,
+            )
 
     def _at_a_glance(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether types, dtypes, shapes, sizes of storages and this answer say all that `_check` and `_shape` look at:
@@ -354,7 +355,7 @@ class WeightExtractor(abc.ABC):
             with self._gathered(asked):
                 try:
                     for tensor, dtype in asked:
-                        tensors.append(self._gather(tensor, dtype))
+                        tensors.append(self._gather(tensor, dtype).resolve_conj().resolve_neg())  # mostly itself
                 except Exception:
                     with translated(specs.names[len(tensors)]):
                         raise

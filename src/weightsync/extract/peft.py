@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.extract.base import WeightExtractor
@@ -26,8 +27,8 @@ from weightsync.types import Adapter, Base
 _OWN = frozenset(vars(torch.nn.Module()))
 
 
-def adapter_of(model: Any, name: str, base: Base | None = None) -> Adapter:
-    """An adapter's configuration, as it is published.
+def adapter_of(model: Any, name: str) -> Adapter:
+    """An adapter's configuration, as it is published; bound to nothing.
 
     Raises:
         UnsupportedError: a module's scaling is not what the configuration says: somebody has set it by hand.
@@ -35,7 +36,7 @@ def adapter_of(model: Any, name: str, base: Base | None = None) -> Adapter:
     """
     layers = dict(lora_layers(model, name))
     ranks = {path: (layer.r[name], layer.lora_alpha[name]) for path, layer in layers.items()}
-    adapter = published_adapter(model.peft_config[name].to_dict(), ranks, base)
+    adapter = published_adapter(model.peft_config[name].to_dict(), ranks, None)
     for path, layer in layers.items():
         if adapter.scaling_of(path) != layer.scaling[name] or adapter.rank_of(path) != layer.r[name]:
             raise UnsupportedError(
@@ -44,6 +45,24 @@ def adapter_of(model: Any, name: str, base: Base | None = None) -> Adapter:
                 parameter=path,
             )
     return adapter
+
+
+class _AdapterReader:
+    """`adapter_of`, again and again: where nothing was set since the last time, that costs a look at each layer."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self._model, self._name = model, name
+        self._layers = [layer for _, layer in lora_layers(model, name)]
+        self._seen: object = None
+
+    def __call__(self) -> Adapter:
+        name = self._name
+        set_now = [(layer.r[name], layer.lora_alpha[name], layer.scaling[name]) for layer in self._layers]
+        seen = self._model.peft_config[name].to_dict(), set_now
+        if seen != self._seen:
+            self._adapter = adapter_of(self._model, name)
+            self._seen = seen
+        return self._adapter
 
 
 class _Merging:
@@ -61,6 +80,7 @@ class _Merging:
         self._layer_of = {}
         modules = self.model.modules()
         owners = Counter(id(tensor) for module in modules for tensor in module._parameters.values())
+        gathered = {id(tensor) for _, tensor in self._named_tensors()}  # type: ignore[attr-defined]
         for path, layer in lora_layers(peft_model_in(self.model), self.merged):
             if self.merged in layer.merged_adapters:
                 raise UnsupportedError("this adapter is merged in place: unmerge it first", parameter=path)
@@ -70,14 +90,22 @@ class _Merging:
             changed = ["weight", "bias"] if getattr(layer, "lora_bias", {}).get(self.merged) else ["weight"]
             base = layer.get_base_layer()
             for name in changed:
-                if (tensor := getattr(base, name, None)) is not None:
-                    if owners[id(tensor)] > 1:
-                        raise UnsupportedError(
-                            "the adapter changes one of two tied weights, which an engine has as one: publish the "
-                            "adapter itself, or untie them",
-                            parameter=path,
-                        )
-                    self._layer_of[id(tensor)] = layer, name
+                tensor = getattr(base, name, None)
+                if tensor is None and name == "bias":
+                    continue
+                if id(tensor) not in gathered:
+                    raise UnsupportedError(
+                        f"its base, a {type(base).__name__}, has no {name} of its own that the adapter could be merged "
+                        "into, as where it is quantized: publish the adapter itself",
+                        parameter=path,
+                    )
+                if owners[id(tensor)] > 1:
+                    raise UnsupportedError(
+                        "the adapter changes one of two tied weights, which an engine has as one: publish the adapter "
+                        "itself, or untie them",
+                        parameter=path,
+                    )
+                self._layer_of[id(tensor)] = layer, name
 
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         gather: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = super()._gather  # type: ignore[misc]
@@ -113,7 +141,8 @@ def adapter_extractor(
     model = _peft(weights)
     name = adapter_name(model, adapter)
     made = _extractor(weights, model, adapter_names(model, name).get, **settings)
-    made.adapter = adapter_of(model, name, base)
+    made.read_adapter = _AdapterReader(model, name)
+    made.adapter = replace(made.read_adapter(), base=base)
     return made
 
 

@@ -6,6 +6,7 @@ The staging is not touched before every blob is here, so that a pull that is cut
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -22,6 +23,7 @@ from weightsync.memory import Segment
 from weightsync.transfer.source import Arrived, Destination, RangedSource
 from weightsync.types import itemsize_bytes
 from weightsync.types.publication import DeltaLink
+from weightsync.types.requests import MAX_PATCHED_ELEMENTS
 from weightsync.types.transfer_messages import Transport
 
 Read = Callable[[RangedSource, list[int], Destination, Arrived], None]
@@ -30,7 +32,6 @@ Read = Callable[[RangedSource, list[int], Destination, Arrived], None]
 _Places: TypeAlias = npt.NDArray[np.int64]
 
 POSITION_BYTES = 4
-_MAX_ELEMENTS = 1 << 32
 _ALIGNMENT = 16
 
 
@@ -137,7 +138,7 @@ def lay_out_patch(
         places = pieces[0].places if len(pieces) == 1 else np.unique(np.concatenate([piece.places for piece in pieces]))
         if each > 1:
             places = np.unique(places // each)
-        if spec.nbytes // size_bytes > _MAX_ELEMENTS:
+        if math.prod(spec.shape) > MAX_PATCHED_ELEMENTS:  # of all of it: of a part, places are in the whole
             return None
         positions_offset, values_offset = end, _aligned(end + POSITION_BYTES * len(places))
         end = _aligned(values_offset + size_bytes * len(places))

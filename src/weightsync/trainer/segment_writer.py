@@ -21,7 +21,7 @@ from weightsync.errors import InvalidRequestError
 from weightsync.many import MANY, plain_addresses
 from weightsync.memory import SharedSegment
 from weightsync.plan.safetensors import Layout
-from weightsync.tensors import cut_out, tensor_from_bytes, torch_dtype
+from weightsync.tensors import cut_out, has_its_memory, tensor_from_bytes, torch_dtype
 from weightsync.trainer.buffer import WriteTurn
 from weightsync.transfer.ipc_copy import Copier
 from weightsync.types import Box, TensorSpec, Version
@@ -176,7 +176,7 @@ class SegmentWriter:
         if addresses is None:
             return False
         new = range(len(tensors)) if runs.seen is None else np.flatnonzero(addresses != runs.seen).tolist()
-        if not all(_has_its_memory(tensors[index]) for index in new):  # whose address is as before was looked at
+        if not all(has_its_memory(tensors[index]) for index in new):  # whose address is as before was looked at
             return False
         runs.seen = addresses
         self._copier.copy_runs(runs.offsets + self._flat.data_ptr(), addresses, runs.sizes)
@@ -325,15 +325,8 @@ def write_header(memory: memoryview, layout: Layout, stamp: Version | None, mode
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raises InvalidRequestError where a tensor lies in one piece, and its storage was freed or shrunk: what is there
-    by now is not published."""
-    if tensor.numel() and tensor.is_contiguous() and not _has_its_memory(tensor):
+    """Raises InvalidRequestError where a tensor's storage was freed or shrunk: what is there now is not published."""
+    if not has_its_memory(tensor):
         raise InvalidRequestError(
             "the tensor's memory ends before it does: its storage was freed, or shrunk", parameter=name
         )
-
-
-def _has_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether the storage of one that lies in one piece goes as far as it does: it may be freed, or shrunk, at any
-    time."""
-    return (tensor.storage_offset() + tensor.numel()) * tensor.itemsize <= tensor.untyped_storage().nbytes()

@@ -48,7 +48,7 @@ class Copier:
             pack([tensors[index] for index in small], [offsets[index] for index in small], bucket)
         for index in large:
             tensor, offset = tensors[index], offsets[index]
-            source = byte_array(tensor.detach().contiguous())
+            source = byte_array(tensor.detach().resolve_conj().resolve_neg().contiguous())
             for start in range(0, source.size, _PIECE_BYTES):
                 piece = source[start : start + _PIECE_BYTES]
                 if piece.size > room:

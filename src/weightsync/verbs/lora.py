@@ -127,17 +127,25 @@ class LoraChoice:
         raise ConfigError(f"base= is a Base, a base's publisher, a digest or False, not a {type(self.base).__name__}")
 
     def bind(self, extractor: object) -> None:
-        """Before a step, on every rank: to the base's version of now, where its publisher was given; and to what the
-        model says of the canary."""
-        if self.canary is not None and isinstance(extractor, WeightExtractor):
-            extractor.canary = self.canary.read()
-        publisher = self.base
-        if not isinstance(publisher, PublishesBase) or not isinstance(extractor, WeightExtractor):
+        """Before a step, on every rank: the adapter as the model has it now, to the base's version of now, where its
+        publisher was given; and what the model says of the canary.
+
+        Raises:
+            ConfigError: that publisher has published nothing.
+            UnsupportedError: see `adapter_of`.
+        """
+        if not isinstance(extractor, WeightExtractor):
             return
-        if extractor.adapter is None or publisher.version is None:
-            raise ConfigError("the base's publisher has published nothing yet: step() it before the adapter's")
-        base = Base(model_id=publisher.model_id, version=publisher.version)
-        extractor.adapter = replace(extractor.adapter, base=base)
+        if self.canary is not None:
+            extractor.canary = self.canary.read()
+        if extractor.adapter is None or extractor.read_adapter is None:
+            return
+        base = extractor.adapter.base
+        if isinstance(self.base, PublishesBase) and not isinstance(self.base, Base):  # which looks like one
+            if self.base.version is None:
+                raise ConfigError("the base's publisher has published nothing yet: step() it before the adapter's")
+            base = Base(model_id=self.base.model_id, version=self.base.version)
+        extractor.adapter = replace(extractor.read_adapter(), base=base)
 
 
 def lora_choice(

@@ -134,6 +134,19 @@ def test_every_kind_of_tensor_passes_and_only_plain_floats_convert(dtype: str | 
         assert byte_array(part.tensor).tobytes() == byte_array(seen[name]).tobytes()
 
 
+def test_a_lazy_conjugate_or_negative_comes_as_what_it_means() -> None:
+    """Seen red: the bit came along, and who asked for the tensor's bytes got a RuntimeError."""
+    model, numbers = nn.Module(), torch.randn(5, dtype=torch.complex64)
+    lazy = {"conjugate": numbers.conj(), "negative": numbers.conj().imag}
+    for name, tensor in lazy.items():
+        model.register_buffer(name, tensor)
+    (chunk,) = ModuleWeightExtractor(model).extract_weights()
+    for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
+        assert not tensor.is_conj()
+        assert not tensor.is_neg()
+        assert byte_array(tensor).tobytes() == lazy[name].resolve_conj().resolve_neg().numpy().tobytes()
+
+
 def test_nothing_is_copied_where_nothing_has_to_be() -> None:
     model = nn.Linear(4, 4)
     (weight, _) = [

@@ -7,6 +7,7 @@ the second one's tensors come.
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,36 @@ def test_what_can_not_be_published_is_refused() -> None:
         adapter_extractor(other)
     with pytest.raises(ConfigError, match="PEFT model"):
         adapter_extractor(base_model())
+
+
+class _Codes(torch.nn.Module):
+    """As a GPTQ layer: codes and scales, and no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features, self.out_features = 8, 8
+        self.register_buffer("qweight", torch.ones(8, 8, dtype=torch.int32))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.qweight.to(hidden.dtype).T
+
+
+@pytest.mark.parametrize("kind", ["codes", "attention"])
+def test_merging_into_a_layer_without_a_weight_of_its_own_is_refused(kind: str) -> None:
+    """Seen red: the base's bytes came out under the merged model's names, and nothing was raised."""
+    config = peft.LoraConfig(r=2, target_modules=["layer", "head"], init_lora_weights=False)
+    layer: torch.nn.Module = torch.nn.MultiheadAttention(8, 2)
+    if kind == "codes":
+        layer = _Codes()
+        linear = importlib.import_module("peft.tuners.lora.gptq").GPTQLoraLinear
+        config._register_custom_module({_Codes: linear, torch.nn.Linear: peft.tuners.lora.Linear})
+    base = torch.nn.Module()
+    base.layer, base.head = layer, torch.nn.Linear(8, 8)
+    model = peft.get_peft_model(base, config)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="no weight of its own") as caught:
+        merged_extractor(model)
+    assert caught.value.parameter == "layer"
+    adapter_extractor(model)
 
 
 def test_no_path_of_the_trainers_machine_goes_out() -> None:

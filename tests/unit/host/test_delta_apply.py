@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,14 +23,14 @@ from weightsync.codec.digest import shard_sum
 from weightsync.codec.model_digest import ShardSum
 from weightsync.errors import DeltaFormatError, DigestMismatchError
 from weightsync.host import delta_apply
-from weightsync.host.delta_apply import DeltaApplier
+from weightsync.host.delta_apply import Changed, DeltaApplier
 from weightsync.host.delta_pull import lay_out_patch
 from weightsync.host.staging import Held, Staging, Target, TargetMap
 from weightsync.memory import MappedSegment, folder
 from weightsync.plan.boxes import whole_box
 from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.tensors import byte_array, tensor_from_bytes
-from weightsync.types import HeldTensor, Manifest, TensorSpec, Version, itemsize_bytes
+from weightsync.types import Box, HeldTensor, Manifest, TensorSpec, Version, itemsize_bytes
 from weightsync.types.publication import DeltaLink, Source
 
 _V1 = Version(run_id="run", number=1)
@@ -219,3 +220,14 @@ def test_more_changes_than_are_wanted_are_not_kept() -> None:
     with pytest.raises(DigestMismatchError):
         applier.check_result("2" * 32)
     staging.close()
+
+
+def test_a_part_of_a_tensor_with_too_many_elements_gives_no_patch() -> None:
+    """Seen red: the part's own elements were counted, and its places went out modulo 2**32: 5 and 9."""
+    half = 1 << 32
+    part = TensorSpec(name="w", dtype="uint8", shape=(2, half), box=Box(offset=(1, 0), shape=(1, half)), source=1)
+    change = Changed(spec=part, places=np.array([half + 5, half + 9]), width_bytes=1)
+    staging = SimpleNamespace(
+        segment=SimpleNamespace(memory=bytes(1)), place=lambda _: SimpleNamespace(offset=0, nbytes=0)
+    )
+    assert lay_out_patch([change], staging, _HELD, 1 << 20) is None  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from weightsync.config import WeightSyncConfig
-from weightsync.errors import ConfigError, ExtractError, UnsupportedError
+from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError
 from weightsync.extract.base import WeightExtractor
 from weightsync.trainer import segment_writer
 from weightsync.trainer.plan_cache import OffloadPlanCache
@@ -347,6 +347,30 @@ def test_each_change_of_a_tensor_is_seen_on_the_step_that_it_comes(
         if step == 1:
             for module, name, held in held_by(root)[1:10:2]:
                 change(module, name, held, random.Random(step))
+
+
+@pytest.mark.parametrize("side", [8, 600])
+@pytest.mark.parametrize("make", [lambda held: held.t(), lambda held: held[:, ::2], lambda held: held])
+def test_memory_behind_a_storage_that_was_shrunk_is_not_published(
+    manager: WeightManager, make: Callable[[torch.Tensor], torch.Tensor], side: int
+) -> None:
+    """Seen red of tensors that don't lie in one piece: the next step read behind the storage, and crashed."""
+    named = [("a", torch.ones(2)), ("w", torch.nn.Parameter(make(torch.randn(side, side))))]
+    for _ in range(2):
+        assert published(manager, named)
+    storage = named[1][1].untyped_storage()
+    storage.resize_(storage.nbytes() // 2)
+    with pytest.raises(WeightSyncError, match="memory ends before") as caught:
+        offload(manager, named)
+    assert caught.value.parameter == "w"
+
+
+def test_a_large_lazy_conjugate_is_published_as_what_it_means(manager: WeightManager) -> None:
+    """Seen red: RuntimeError, view is not supported for conjugate view tensors."""
+    numbers = torch.randn(70_000, dtype=torch.complex64).conj()
+    assert numbers.is_conj()
+    for _ in range(2):
+        assert published(manager, [("freqs", numbers)])
 
 
 def test_nothing_is_kept_of_a_model_between_two_steps(manager: WeightManager) -> None:

@@ -43,13 +43,19 @@ def test_an_adapter_is_bound_to_the_digest_of_its_base_and_keeps_its_dtype() -> 
 
 
 def test_a_base_is_given_in_several_ways() -> None:
+    """Seen red: a given `Base` was taken for a publisher that has published nothing, at each step."""
+
     class Publisher:
         version: Version | None = None
         model_id = "actor"
 
     model, publisher = peft_model(), Publisher()
     base = Base(model_id="b", model_digest="wsd2:" + "1" * 32)
-    assert extractor_of(model, base=base).adapter.base == base
+    given = extractor_of(model, base=base)
+    said = lora_choice(model, adapter=None, merge=False, base=base)
+    assert said is not None
+    said.bind(given)
+    assert given.adapter.base == base
     assert extractor_of(model, base=base.model_digest).adapter.base.model_digest == base.model_digest
     assert extractor_of(model, base=False).adapter.base is None
     choice = lora_choice(model, adapter=None, merge=False, base=publisher)
@@ -60,6 +66,29 @@ def test_a_base_is_given_in_several_ways() -> None:
     publisher.version = Version(run_id="run", number=3)
     choice.bind(extractor)
     assert extractor.adapter.base == Base(model_id="actor", version=publisher.version)
+
+
+def test_what_is_set_after_the_first_step_goes_out_or_is_refused() -> None:
+    """Seen red: the configuration of the beginning went out, and engines multiplied by the old scaling."""
+    model = peft_model()
+    layers = [module for module in model.modules() if hasattr(module, "scale_layer")]
+    choice = lora_choice(model, adapter=None, merge=False, base=False)
+    assert choice is not None
+    extractor = extractor_of(model, base=False)
+    before = extractor.adapter
+    choice.bind(extractor)
+    assert extractor.adapter == before
+    model.peft_config["default"].lora_alpha = 4
+    for layer in layers:
+        layer.lora_alpha["default"] = 4
+        layer.set_scale("default", 1.0)
+    choice.bind(extractor)
+    assert extractor.adapter.scaling_of("model.layers.0.mlp.up_proj") == 0.5 != before.scaling_of("")
+    layers[3].scale_layer(0.5)
+    with pytest.raises(UnsupportedError, match="by hand"):
+        choice.bind(extractor)
+    layers[3].scale_layer(2.0)
+    choice.bind(extractor)
 
 
 @pytest.mark.parametrize("said", [{"adapter": "default"}, {"merge": True}, {"base": False}])
