@@ -318,7 +318,7 @@ class WeightSyncConfig(_Section):
     )
     sync_mode: SyncMode = Field(default="sync", description="when the engines follow the trainer")
     staleness_threshold: int = Field(
-        default=2, ge=1, description="versions behind at which `batch-async` syncs and waits; refused elsewhere"
+        default=2, ge=1, description="versions behind at which `batch-async` syncs and waits; no other value elsewhere"
     )
     sync_method: SyncMethodName = Field(default="push", description="how a version reaches the engines")
     sync_weight_path: _Text | None = Field(default=None, description="folder that network and disk put the weights in")
