@@ -178,10 +178,10 @@ class WeightSyncController:
         in_thread(tell, name="weightsync-learnt")
 
     def _try_again(self) -> None:
-        """Syncs that were given up, maybe since nobody was there, are tried once more."""
+        """Syncs that were given up, maybe since nobody was there, are tried once more; also one whose last try runs."""
         for model in self._models.values():
-            if not model.up_to_date and (model.state.overdue or self._is_dark(model.tag)):
-                model.sync_now()
+            if not model.up_to_date:
+                model.sync_now(anyway=self._is_dark(model.tag), again=True)
 
     def _is_dark(self, model_tag: str) -> bool:
         """Whether nobody takes part any more: whoever comes can have the newest version alone, due or not."""

@@ -25,6 +25,7 @@ from weightsync.control.events import (
     StartValidation,
     Synced,
     SyncFailed,
+    SyncWanted,
     Trained,
     ValidationEnded,
 )
@@ -34,7 +35,6 @@ from weightsync.control.method import SyncMethod
 from weightsync.control.state import (
     ModelState,
     Policy,
-    begin,
     dataloader_locked,
     held_up,
     pool_locked,
@@ -175,16 +175,15 @@ class ModelControl:
                     _logger.exception("model %s: %s was not carried out", self.tag, action)
         return actions
 
-    def sync_now(self) -> None:
-        """Starts a sync of what is trained, where nothing stands in the way."""
+    def sync_now(self, *, anyway: bool = True, again: bool = False) -> None:
+        """Starts a sync of what is trained, or sees to one when nothing stands in the way; see `SyncWanted`."""
         with self._changed:
-            free = self.state.syncing is None and self.state.validation is None and not self.state.num_failed
-            if self._shared.closed.is_set() or not free or self.up_to_date:
+            if self._shared.closed.is_set():
                 return
-            self.state, actions = begin(self.state)
-            self._mark()
-            self._changed.notify_all()
-        self._started(actions)
+            before, actions = self.state, self._stepped(SyncWanted(anyway=anyway, again=again))
+            changed = self.state != before
+        if changed:
+            self._started(actions)
 
     def wait(
         self, condition: Callable[[ModelControl], bool], timeout_s: float, given_up: threading.Event | None = None

@@ -22,6 +22,7 @@ from weightsync.control.events import (
     StartValidation,
     Synced,
     SyncFailed,
+    SyncWanted,
     Trained,
     ValidationEnded,
 )
@@ -88,6 +89,8 @@ class ModelState:
         syncing: what is being synced.
         num_failed: syncs in a row that have failed, of which the next is a retry.
         evicting: after the last retry, and an eviction.
+        wanted: what is trained is to be synced, due or not, when nothing stands in the way any more.
+        again: what is being synced is tried once more where it is given up.
         overdue: given up after failures: nobody is blocked, however far behind, until a sync succeeds.
         validation: the one that is running.
         validated_to: all multiples of `validate_freq` up to here have had their validation.
@@ -112,6 +115,8 @@ class ModelState:
     syncing: StartSync | None = None
     num_failed: int = 0
     evicting: bool = False
+    wanted: bool = False
+    again: bool = False
     overdue: bool = False
     validation: ValidationRun | None = None
     validated_to: int = 0
@@ -189,6 +194,10 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
             if state.validation is None:
                 return state, ()
             return _go_on(dataclasses.replace(state, validation=None), policy)
+        case SyncWanted(anyway=anyway, again=again):
+            idle = state.syncing is None
+            wanted, again = state.wanted or anyway or (state.overdue and idle), state.again or (again and not idle)
+            return _go_on(dataclasses.replace(state, wanted=wanted, again=again), policy)
 
 
 def _batch_ready(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
@@ -301,6 +310,7 @@ def _with_due(state: ModelState, policy: Policy) -> ModelState:
 
 def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     """Starts what is due and what nothing stands in the way of."""
+    state = dataclasses.replace(state, wanted=state.wanted and state.rollout_version < state.train_version)
     state, validations = _validate(state, policy)
     state = _with_due(state, policy)
     if validations:
@@ -309,7 +319,7 @@ def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action,
     if waits or state.rollout_version >= state.train_version:
         return state, ()
     not_due = state.due is None or state.train_version < state.due
-    if policy.bound is not None and not_due and state.evaluate_at is None:
+    if policy.bound is not None and not_due and state.evaluate_at is None and not state.wanted:
         return state, ()
     return begin(state)
 
@@ -339,14 +349,14 @@ def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Acti
 def begin(state: ModelState) -> tuple[ModelState, tuple[Action, ...]]:
     """Starts a sync of what is trained."""
     goal = StartSync(run_id=state.run_id, version=state.train_version)
-    return dataclasses.replace(state, phase="syncing", due=None, syncing=goal), (goal,)
+    return dataclasses.replace(state, phase="syncing", due=None, syncing=goal, wanted=False, again=False), (goal,)
 
 
 def _synced(state: ModelState, version: int, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     if state.syncing is None:
         return state, ()
     current = state.syncing.run_id == state.run_id
-    state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False)
+    state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False, again=False)
     if not current:  # of a run that another has taken over from meanwhile
         return _go_on(state, policy)
     state = dataclasses.replace(
@@ -365,7 +375,7 @@ def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[Mode
     if newest is None:  # the agent names another run: where nothing of this was ever served, that may come back
         in_vain = dataclasses.replace(state, overdue=state.overdue or state.rollout_version < 0)
         return _failed(in_vain, dataclasses.replace(policy, after_failure="keep"))  # it is nobody's fault on this side
-    state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False)
+    state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False, again=False)
     newest = max(newest, state.rollout_version)
     told = tuple((worker, number if number < goal.version else min(number, newest)) for worker, number in state.told)
     if newest >= state.sure_version:
@@ -390,8 +400,8 @@ def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[Mode
 def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     if state.syncing is None:
         return state, ()
-    tried, current = state.syncing, state.syncing.run_id == state.run_id
-    state = dataclasses.replace(state, phase="running", syncing=None)
+    tried, current, again = state.syncing, state.syncing.run_id == state.run_id, state.again
+    state = dataclasses.replace(state, phase="running", syncing=None, again=False)
     if not current:
         return _go_on(state, policy)
     state = dataclasses.replace(state, num_failed=state.num_failed + 1)
@@ -401,9 +411,9 @@ def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action
     if policy.after_failure == "evict" and not state.evicting:
         state, actions = begin(dataclasses.replace(state, evicting=True))
         return state, (EvictFailed(), *actions)
-    given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True)
+    given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True, wanted=False)
     told = (GiveUp(run_id=state.run_id, version=tried.version),)
-    if tried.version < state.train_version:  # that was trained meanwhile, and nobody has tried it
+    if again or tried.version < state.train_version:  # that was trained meanwhile, and nobody has tried it
         state, actions = begin(given_up)
         return state, (*told, *actions)
     return given_up, told

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.control.pool_kit import at
+from tests.unit.control.pool_kit import made as made_pool
 from tests.unit.control.test_controller import LONG_S, Method, until
 from tests.unit.control.test_state import Machine
 from weightsync.control import controller as controller_module
@@ -268,4 +270,41 @@ def test_a_notification_waits_for_a_validation_and_then_for_its_sync(mode: str) 
     go.set()
     told.result(LONG_S)
     assert controller.rollout_service_state("default").rollout_model_version == 3
+    controller.close()
+
+
+@pytest.mark.parametrize(
+    ("freq", "newest", "tries"), [(0, 4, [2, 4, 4]), (2, 3, [2, 3])], ids=["last try", "validation"]
+)
+def test_who_comes_or_goes_while_a_model_is_busy_is_not_forgotten(freq: int, newest: int, tries: list[int]) -> None:
+    """Seen red: nobody asked again when the last try or the validation had ended, and a fleet without anybody that
+    takes part stayed so: its agent had no older version.
+    """
+    method, (pool, _) = Method(), made_pool()
+    method.pool = pool
+    tried: list[int] = []
+    running, go = threading.Event(), threading.Event()
+
+    def fails_once(tag: str, version: Version) -> int:
+        tried.append(version.number)
+        if tried == [2, 4]:
+            running.set()
+            assert go.wait(LONG_S)
+            raise RuntimeError("left the pool meanwhile")
+        return version.number
+
+    method.does = fails_once
+    config = {"sync_mode": "batch-async", "validate_freq": freq}
+    controller = WeightSyncController(config, method, model_tags=["m"], retries_s=())
+    controller.train_worker_notify_weight_update("w", "m", "r", 2)
+    pool.decided([at(2)])  # nobody takes part any more
+    if freq:
+        until(lambda: controller.rollout_service_state("m").waiting_for_validation, "the validation of version 2")
+    controller._models["m"].trained(Trained(worker="w", run_id="r", version=newest))
+    assert freq or running.wait(LONG_S)
+    controller._try_again()  # what `on_members` calls, in a thread
+    go.set()
+    controller.end_validate("m")
+    assert controller.wait_version("r", "m", newest, timeout_s=LONG_S)
+    assert tried == tries
     controller.close()
