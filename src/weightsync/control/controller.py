@@ -275,7 +275,8 @@ class WeightSyncController:
         self, model_tag: str, *, timeout_s: float = 600.0, given_up: threading.Event | None = None
     ) -> bool:
         """Sees to it that rollout serves the newest trained version; whether it does when this returns. It starts a
-        sync where none is running or due by a timer. `given_up` ends the wait early, see `look_again`.
+        sync, or waits for the one that a timer starts; where an older one or a validation runs, the sync comes after
+        it, also if nobody waits any more. `given_up` ends the wait early, see `look_again`.
         """
         model = self._model(model_tag)
         model.sync_now()

@@ -134,7 +134,7 @@ class ModelControl:
     @property
     def under_way(self) -> bool:
         """Whether a sync is running, or will be by itself."""
-        return self.state.syncing is not None or self.state.num_failed > 0
+        return self.state.syncing is not None or self.state.num_failed > 0 or self.state.wanted
 
     def feed(self, event: Event) -> tuple[Action, ...]:
         """One event; what it starts is started when this returns."""

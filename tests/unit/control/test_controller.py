@@ -372,6 +372,36 @@ def test_a_sync_by_hand(made: Make) -> None:
     assert not controller.sync_weight_to_rollout_service("default")
 
 
+@pytest.mark.parametrize("mode", ["sync", "batch-async"])
+def test_a_sync_by_hand_comes_behind_a_validation(made: Make, mode: str) -> None:
+    """Seen red: it was said at once that the newest version is not served, and it never was: a trainer's last one."""
+    controller, method = made({"sync_mode": mode, "validate_freq": 2})
+    controller.train_worker_notify_weight_update("w", "default", "r", 2)
+    until(lambda: controller.rollout_service_state("default").waiting_for_validation, "version 2 is validated")
+    controller.train_worker_notify_weight_update("w", "default", "r", 3, timeout_s=0.01)
+    assert not controller.sync_weight_to_rollout_service("default", timeout_s=0.01)
+    waiting = in_thread(lambda: controller.sync_weight_to_rollout_service("default", timeout_s=LONG_S), name="last")
+    with pytest.raises(TimeoutError):
+        waiting.result(0.05)
+    controller.end_validate("default")
+    assert waiting.result(LONG_S)
+    assert method.synced == [("default", "r/2"), ("default", "r/3")]
+
+
+def test_a_sync_by_hand_comes_behind_the_one_of_an_older_version(made: Make) -> None:
+    """Seen red: it waited for that one alone, and the newest, which was not due, was never asked for."""
+    controller, method = made({"sync_mode": "batch-async"})
+    go = threading.Event()
+    method.does = lambda tag, version: version.number if go.wait(LONG_S) else 0
+    for number in (2, 3):
+        controller.train_worker_notify_weight_update("w", "default", "r", number, timeout_s=0.01)
+    waiting = in_thread(lambda: controller.sync_weight_to_rollout_service("default", timeout_s=LONG_S), name="last")
+    until(lambda: controller._models["default"].state.wanted, "it is asked for")
+    go.set()
+    assert waiting.result(LONG_S)
+    assert method.synced == [("default", "r/2"), ("default", "r/3")]
+
+
 def test_closing_wakes_whoever_waits_and_unlocks(made: Make) -> None:
     controller, _ = made()
     pool = Module()
