@@ -59,10 +59,12 @@ class SyncFailed:
     Attributes:
         absent: since the agent says that it has no such version.
         newest: what it has of that run instead, or is about to have; None: it names another run, or `absent` is False.
+        again: it is told of once more, soon: its trainer may have told too early.
     """
 
     absent: bool = False
     newest: int | None = None
+    again: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

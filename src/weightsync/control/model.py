@@ -119,7 +119,8 @@ class ModelControl:
     @property
     def evaluated(self) -> bool:
         """Whether no validation that a trainer asked for is running, or to come; or it was given up."""
-        return (self.state.evaluate_at is None and self.state.validation is None) or self.state.overdue
+        state = self.state
+        return (state.evaluate_at is None and not state.evaluate_later and state.validation is None) or state.overdue
 
     def serves(self, run_id: str, version: int) -> bool:
         """Whether rollout serves that version, or a newer one of its run."""
@@ -354,6 +355,7 @@ class ModelControl:
     def _sync(self, goal: StartSync) -> None:
         version = Version(run_id=goal.run_id or "unnamed", number=goal.version)
         event: Event
+        again_s: float | None = None
         with self._changed:
             self._history.begin(goal)
         try:
@@ -365,8 +367,11 @@ class ModelControl:
         except BaseException as caught:  # whatever it is: a model must not stay in "syncing"
             typed = as_weightsync_error(caught, SyncFailedError, "the sync failed")
             _logger.warning("model %s: the sync of %s failed: %s", self.tag, version, typed)
-            absent = isinstance(typed, NotPublishedError)
-            event = SyncFailed(absent=absent, newest=typed.newest if isinstance(typed, NotPublishedError) else None)
+            event = SyncFailed()
+            if isinstance(typed, NotPublishedError):
+                with self._changed:
+                    again_s = self._denials.again_after_s(goal, self.state.run_id, self.state.rollout_version)
+                event = SyncFailed(absent=True, newest=typed.newest, again=again_s is not None)
             error = f"{type(typed).__name__}: {typed}"[:_MAX_ERROR]
         with self._changed:
             self._last_error = error
@@ -374,15 +379,11 @@ class ModelControl:
         if error is None:
             _logger.info("model %s: %s is served after %.2f s", self.tag, version, seconds)
         self.feed(event)
-        if isinstance(event, SyncFailed) and event.absent:
-            self._try_again_later(goal)
+        if again_s is not None and not self._shared.closed.is_set():
+            self._try_again_later(goal, again_s)
 
-    def _try_again_later(self, goal: StartSync) -> None:
+    def _try_again_later(self, goal: StartSync, after_s: float) -> None:
         """One that its agent had not."""
-        with self._changed:
-            after_s = self._denials.again_after_s(goal, self.state.run_id, self.state.rollout_version)
-        if after_s is None or self._shared.closed.is_set():
-            return
         timer = threading.Timer(after_s, self._claim_again, [goal])
         timer.daemon = True
         try:

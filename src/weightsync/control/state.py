@@ -35,6 +35,7 @@ Phase: TypeAlias = Literal["running", "need_sync", "syncing"]
 _MAX_WORKERS = 4096
 _MAX_REPLACED = 16
 _MAX_CROSSED = 1000
+_MAX_LATER = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ class ModelState:
         validated_to: all multiples of `validate_freq` up to here have had their validation.
         told: by worker: the version that it told of last, in this run.
         evaluate_at: a version that the trainer wants validated; None: none.
+        evaluate_later: such versions that their agent has not yet: each is told of once more. The lowest come first.
         evaluated_to: the newest version of this run whose validation was started.
         sure_version, sure_pending: what `train_version` and `num_pending` are without what was only announced, and that
             nobody has fetched yet.
@@ -122,6 +124,7 @@ class ModelState:
     validated_to: int = 0
     told: tuple[tuple[str, int], ...] = ()
     evaluate_at: int | None = None
+    evaluate_later: tuple[int, ...] = ()
     evaluated_to: int = -1
     sure_version: int = 0
     sure_pending: int = 0
@@ -184,8 +187,8 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
             return _trained(state, event, policy)
         case Synced(version=version):
             return _synced(state, version, policy)
-        case SyncFailed(absent=absent, newest=newest):
-            return _absent(state, newest, policy) if absent else _failed(state, policy)
+        case SyncFailed(absent=absent):
+            return _absent(state, event, policy) if absent else _failed(state, policy)
         case RetryDue():
             if state.phase != "need_sync" or not state.num_failed:
                 return state, ()  # of a run that another has taken over from meanwhile
@@ -311,7 +314,7 @@ def _with_due(state: ModelState, policy: Policy) -> ModelState:
 def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     """Starts what is due and what nothing stands in the way of."""
     state = dataclasses.replace(state, wanted=state.wanted and state.rollout_version < state.train_version)
-    state, validations = _validate(state, policy)
+    state, validations = _validate(_with_later(state), policy)
     state = _with_due(state, policy)
     if validations:
         return state, validations
@@ -322,6 +325,14 @@ def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action,
     if policy.bound is not None and not_due and state.evaluate_at is None and not state.wanted:
         return state, ()
     return begin(state)
+
+
+def _with_later(state: ModelState) -> ModelState:
+    """The next of the validations whose version was told of too early, where that version is there by now."""
+    later = tuple(each for each in state.evaluate_later if each > state.evaluated_to)
+    if later and state.evaluate_at is None and later[0] <= state.train_version:
+        return dataclasses.replace(state, evaluate_at=later[0], evaluate_later=later[1:])
+    return dataclasses.replace(state, evaluate_later=later)
 
 
 def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
@@ -367,9 +378,9 @@ def _synced(state: ModelState, version: int, policy: Policy) -> tuple[ModelState
     return _go_on(state, policy)
 
 
-def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
+def _absent(state: ModelState, event: SyncFailed, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     """What was to be synced is not there: what the agent has of the run takes its place, and what was told of since."""
-    goal = state.syncing
+    goal, newest = state.syncing, event.newest
     if goal is None or goal.run_id != state.run_id:
         return _failed(state, policy)
     if newest is None:  # the agent names another run: where nothing of this was ever served, that may come back
@@ -393,7 +404,11 @@ def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[Mode
         reached = state.train_version // policy.validate_freq * policy.validate_freq
         state = dataclasses.replace(state, validated_to=min(state.validated_to, reached))
     if state.evaluate_at is not None and state.evaluate_at > state.train_version:
-        state = dataclasses.replace(state, evaluate_at=None)
+        later = sorted({*state.evaluate_later, state.evaluate_at})[:_MAX_LATER]
+        state = dataclasses.replace(state, evaluate_at=None, evaluate_later=tuple(later))
+    if not event.again:
+        later = [each for each in state.evaluate_later if each < goal.version]
+        state = dataclasses.replace(state, evaluate_later=tuple(later))
     return _go_on(state, policy)
 
 
