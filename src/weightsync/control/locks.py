@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 _logger = logging.getLogger(__name__)
@@ -25,16 +25,16 @@ class ModuleLocks:
 
     Args:
         tag: which.
-        wanted: the modules that are to be locked now.
+        wanted: the modules that are to be locked now. Two that are equal are two.
         closed: none is tried again by itself any more.
     """
 
-    def __init__(self, tag: str, wanted: Callable[[], frozenset[Lockable]], closed: threading.Event) -> None:
+    def __init__(self, tag: str, wanted: Callable[[], Iterable[Lockable]], closed: threading.Event) -> None:
         self._tag = tag
         self._wanted = wanted
         self._closed = closed
         self._applying = threading.Lock()
-        self._locked: frozenset[Lockable] = frozenset()
+        self._locked: dict[int, Lockable] = {}  # by identity: a module may not be hashable
         self._timer: threading.Timer | None = None  # until what could not be unlocked is tried again
         self._again_s = _AGAIN_S[0]
 
@@ -42,8 +42,10 @@ class ModuleLocks:
         """Locks and unlocks what has to be. Whoever comes last applies the last state."""
         with self._applying:
             stuck = False
-            for module in self._locked ^ self._wanted():
-                lock = module not in self._locked
+            wanted = {id(module): module for module in self._wanted()}
+            for key in self._locked.keys() ^ wanted.keys():
+                lock = key in wanted
+                module = wanted[key] if lock else self._locked[key]
                 try:
                     (module.lock if lock else module.unlock)(self._tag)
                 except Exception:  # one that may be locked is unlocked later
@@ -51,7 +53,10 @@ class ModuleLocks:
                     if not lock:
                         stuck = True
                         continue
-                self._locked = self._locked | {module} if lock else self._locked - {module}
+                if lock:
+                    self._locked[key] = module
+                else:
+                    del self._locked[key]
             if not stuck:
                 self._again_s = _AGAIN_S[0]
             elif self._timer is None and not self._closed.is_set():

@@ -220,22 +220,22 @@ class ModelControl:
         """The state has changed."""
         for listener in tuple(self._shared.listeners):
             self._tell(lambda tag, _, listener=listener: listener(tag), None)  # type: ignore[misc]
-        self.apply_locks()
+        self._tell(lambda *_: self.apply_locks(), None)
 
     def apply_locks(self) -> None:
         """Locks or unlocks the modules, as the state wants it now."""
         self._locks.apply()
 
-    def _to_lock(self) -> frozenset[Lockable]:
+    def _to_lock(self) -> list[Lockable]:
         """What the state wants locked."""
         if self._shared.closed.is_set():
-            return frozenset()
+            return []
         state, shared = self.state, self._shared
         locked = (
             shared.dataloader if dataloader_locked(state) else None,
             shared.trajectory_pool if pool_locked(state, self.policy) else None,
         )
-        return frozenset(module for module in locked if module is not None)
+        return [module for module in locked if module is not None]
 
     def seen(self, instances: Sequence[InstanceStatus] | None) -> RolloutServiceState:
         """What users see of it; `instances` are the method's, None where they are not to be counted."""

@@ -237,6 +237,40 @@ def test_one_object_may_be_both_dataloader_and_pool(made: Make) -> None:
     assert (both.locked, both.calls) == (set(), ["lock", "unlock"])
 
 
+class Batches(list[str], Module):  # type: ignore[misc]
+    """A pool that is a list: it can't be hashed, and equals any other that has as much."""
+
+    def __init__(self) -> None:
+        list.__init__(self)
+        Module.__init__(self)
+
+
+def test_a_pool_may_be_a_list(made: Make) -> None:
+    """Seen red: the first batch ended in a TypeError; so did the version, and its sync was not begun, nor ended."""
+    controller, method = made({"validate_freq": 1}, on_validate=lambda *_: None)
+    loader, pool = Batches(), Batches()
+    controller.set_module_references(loader, pool)  # type: ignore[arg-type]
+    controller.trajectory_pool_notify_batch_ready("default")
+    assert (loader.locked, pool.locked) == (set(), {"default"})
+    controller.train_worker_notify_weight_update("w", "default", "r", 1)
+    assert method.synced == [("default", "r/1")]
+    until(lambda: loader.locked == pool.locked == {"default"}, "two that are equal are locked, each of them")
+    controller.end_validate("default")
+    assert (loader.calls, pool.calls[-1]) == (["lock", "unlock"], "unlock")
+
+
+def test_what_locks_raise_loses_no_sync(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a model stayed in "syncing", and no sync was ever begun."""
+    controller, method = made()
+
+    def raises() -> None:
+        raise RuntimeError("as told")
+
+    monkeypatch.setattr(controller._models["default"], "apply_locks", raises)
+    controller.train_worker_notify_weight_update("w", "default", "r", 1, timeout_s=LONG_S)
+    assert method.synced == [("default", "r/1")]
+
+
 def test_the_service_fields_are_those_of_the_configuration(made: Make) -> None:
     """Of each model its own. Red where a field is left out of `ModelControl.seen`, or taken of another model."""
     service = {"model": "m", "weight_type": "full", "backend": "sglang", "base_url": "http://localhost:8000"}
