@@ -12,6 +12,7 @@ import pytest
 
 from weightsync.config import WeightSyncConfig
 from weightsync.control.controller import WeightSyncController
+from weightsync.control.events import Trained
 from weightsync.control.method import SyncMethod
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.handles.fanout import in_thread
@@ -269,6 +270,96 @@ def test_what_locks_raise_loses_no_sync(made: Make, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(controller._models["default"], "apply_locks", raises)
     controller.train_worker_notify_weight_update("w", "default", "r", 1, timeout_s=LONG_S)
     assert method.synced == [("default", "r/1")]
+
+
+def test_a_pool_may_tell_of_a_batch_when_it_is_unlocked(made: Make) -> None:
+    """Seen red: its thread waited for itself, and so did every later call and `close`."""
+    controller, method = made()
+    pool, tells = Module(), [True]
+
+    def unlock(model_tag: str) -> None:
+        pool.locked.discard(model_tag)
+        if tells:
+            tells.pop()
+            controller.trajectory_pool_notify_batch_ready(model_tag)  # one that has waited
+
+    pool.unlock = unlock  # type: ignore[method-assign]
+    controller.set_module_references(Module(), pool)
+    controller.trajectory_pool_notify_batch_ready("default")
+    for number in (1, 2):
+        told = in_thread(
+            lambda number=number: controller.train_worker_notify_weight_update("w", "default", "r", number),  # type: ignore[misc]
+            name="trainer",
+        )
+        told.result(2.0)
+        until(lambda: pool.locked == ({"default"} if number == 1 else set()), "as the state wants it")  # noqa: B023
+    assert method.synced == [("default", "r/1"), ("default", "r/2")]
+    in_thread(controller.close, name="close").result(2.0)
+
+
+def test_a_pool_with_a_lock_of_its_own_waits_for_nobody_who_waits_for_it(made: Make) -> None:
+    """One thread unlocks it, another is in it and tells of a batch. Seen red: each waited for the other, for good."""
+    controller, _ = made()
+    pool, mutex, unlocking = Module(), threading.Lock(), threading.Event()
+
+    def unlock(model_tag: str) -> None:
+        unlocking.set()
+        with mutex:
+            pool.locked.discard(model_tag)
+
+    pool.unlock = unlock  # type: ignore[method-assign]
+    controller.set_module_references(Module(), pool)
+    controller.trajectory_pool_notify_batch_ready("default")
+    with mutex:
+        controller._models["default"].trained(Trained(worker="w", run_id="r", version=1))
+        assert unlocking.wait(LONG_S)
+        put = in_thread(lambda: controller.trajectory_pool_notify_batch_ready("default"), name="put")
+        put.result(2.0)
+    until(lambda: pool.calls == ["lock", "lock"], "whoever unlocked it has locked it for that batch")
+    assert pool.locked == {"default"}
+
+
+def test_what_another_thread_is_about_to_unlock_is_unlocked_when_a_call_returns(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red where a call left it to that thread, and returned."""
+    monkeypatch.setattr("weightsync.control.locks._MOMENT_S", LONG_S)
+    controller, _ = made()
+    pool, locking, go = Module(), threading.Event(), threading.Event()
+
+    def lock(model_tag: str) -> None:
+        locking.set()
+        assert go.wait(LONG_S)
+        pool.locked.add(model_tag)
+
+    pool.lock = lock  # type: ignore[method-assign]
+    controller.set_module_references(Module(), pool)
+    ready = in_thread(lambda: controller.trajectory_pool_notify_batch_ready("default"), name="ready")
+    assert locking.wait(LONG_S)
+    dropped = in_thread(lambda: controller.trajectory_pool_notify_batch_dropped("default"), name="dropped")
+    with pytest.raises(TimeoutError):
+        dropped.result(0.05)
+    go.set()
+    dropped.result(LONG_S)
+    assert pool.locked == set()
+    ready.result(LONG_S)
+
+
+def test_an_interrupt_within_a_module_leaves_it_to_the_next(made: Make) -> None:
+    controller, _ = made()
+    pool, interrupts = Module(), [KeyboardInterrupt()]
+
+    def lock(model_tag: str) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        pool.locked.add(model_tag)
+
+    pool.lock = lock  # type: ignore[method-assign]
+    controller.set_module_references(Module(), pool)
+    with pytest.raises(KeyboardInterrupt):
+        controller.trajectory_pool_notify_batch_ready("default")
+    controller.trajectory_pool_notify_batch_ready("default")
+    assert pool.locked == {"default"}
 
 
 def test_the_service_fields_are_those_of_the_configuration(made: Make) -> None:
