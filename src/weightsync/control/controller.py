@@ -254,8 +254,9 @@ class WeightSyncController:
         Raises:
             VersionError: the worker goes back within a run, or another run has taken over. Nothing was changed.
             StateError: too many workers have told, or the controller is closed.
-            InvalidRequestError: no such model, or no such version.
+            InvalidRequestError: no such model, version or time. Nothing was changed.
         """
+        check_wait_s("timeout_s", timeout_s, may_be_0=True)
         check_trained(worker_name, run_id, version)
         model = self._model(model_tag)
         if run_id is None and version is not None and sender_endpoint is not None:
@@ -278,6 +279,7 @@ class WeightSyncController:
         sync, or waits for the one that a timer starts; where an older one or a validation runs, the sync comes after
         it, also if nobody waits any more. `given_up` ends the wait early, see `look_again`.
         """
+        check_wait_s("timeout_s", timeout_s, may_be_0=True)
         model = self._model(model_tag)
         model.sync_now()
         model.wait(lambda model: model.up_to_date or not model.under_way, timeout_s, given_up)

@@ -54,6 +54,7 @@ from weightsync.types.control import (
     ValidationRun,
     plain_values,
 )
+from weightsync.types.deadline import check_wait_s
 
 _logger = logging.getLogger(__name__)
 _MAX_ERROR = 4000
@@ -189,8 +190,13 @@ class ModelControl:
     def wait(
         self, condition: Callable[[ModelControl], bool], timeout_s: float, given_up: threading.Event | None = None
     ) -> bool:
-        """Until it holds, or the time is over, or it is given up; whether it holds."""
-        deadline, ends = Deadline(timeout_s), [self._shared.closed, given_up or _NEVER]
+        """Until it holds, or the time is over, or it is given up; whether it holds.
+
+        Raises:
+            InvalidRequestError: no such time.
+        """
+        deadline = Deadline(check_wait_s("timeout_s", timeout_s, may_be_0=True))
+        ends = [self._shared.closed, given_up or _NEVER]
         with self._changed:
             return self._changed.wait_for(
                 lambda: condition(self) or any(end.is_set() for end in ends), deadline.remaining_s

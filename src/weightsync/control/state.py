@@ -28,6 +28,7 @@ from weightsync.control.events import (
 )
 from weightsync.errors import ConfigError, StateError, VersionError
 from weightsync.types.control import ValidationRun
+from weightsync.types.deadline import MAX_WAIT_S
 
 Mode: TypeAlias = Literal["sync", "fully-async", "batch-async"]
 AfterFailure: TypeAlias = Literal["keep", "evict"]
@@ -62,8 +63,8 @@ class Policy:
     after_failure: AfterFailure = "keep"
 
     def __post_init__(self) -> None:
-        if any(seconds < 0 for seconds in self.retries_s):
-            raise ConfigError(f"retries_s are seconds, not {self.retries_s}")
+        if not all(0 <= seconds <= MAX_WAIT_S for seconds in self.retries_s):  # NaN fails
+            raise ConfigError(f"retries_s are seconds from 0 to {MAX_WAIT_S:g}, not {self.retries_s}")
         if self.after_failure not in ("keep", "evict"):
             raise ConfigError(f"after_failure is 'keep' or 'evict', not {self.after_failure!r}")
 
@@ -428,7 +429,7 @@ def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action
         return state, (EvictFailed(), *actions)
     given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True, wanted=False)
     told = (GiveUp(run_id=state.run_id, version=tried.version),)
-    if again or tried.version < state.train_version:  # that was trained meanwhile, and nobody has tried it
+    if again or tried.version < state.train_version:  # who takes part has changed; or nobody has tried what is newer
         state, actions = begin(given_up)
         return state, (*told, *actions)
     return given_up, told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from weightsync.clients.host import RolloutClient
 from weightsync.config import WeightSyncConfig
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.events import Trained
 from weightsync.control.method import SyncMethod
+from weightsync.control.methods.pull import PullMethod
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Version
@@ -558,6 +561,23 @@ def test_what_can_not_be_is_refused(made: Make) -> None:
         controller.set_tinker_service_holder(object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stranger"):
         made(configs={"stranger": controller._models["default"]._config})
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, -1.0, 1e9, "1"], ids=str)
+def test_times_that_nobody_can_wait_are_refused(made: Make, seconds: Any) -> None:
+    """Seen red: an OverflowError, and only where there was something to wait for; or a wait of 30 years."""
+    controller, method = made()
+    waits: list[Callable[[], object]] = [
+        lambda: controller.await_rollout_service("default", timeout_s=seconds),
+        lambda: controller.wait_version("r", "default", 0, timeout_s=seconds),
+        lambda: controller.sync_weight_to_rollout_service("default", timeout_s=seconds),
+        lambda: controller.train_worker_notify_weight_update("w", "default", "r", 1, timeout_s=seconds),
+        lambda: PullMethod({"a": RolloutClient("http://127.0.0.1:9")}, {}, timeout_s=seconds),
+    ]
+    for wait in waits:
+        with pytest.raises(InvalidRequestError, match="timeout_s is a number of seconds"):
+            wait()
+    assert (method.synced, controller.rollout_service_state("default").train_model_version) == ([], 0)
 
 
 @pytest.mark.parametrize("seed", range(12))

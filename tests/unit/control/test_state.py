@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -398,8 +399,13 @@ def test_one_validation_stands_for_all_multiples_that_were_crossed() -> None:
     assert start == StartValidation(validation=ValidationRun(run_id="r", version=14, stands_for=(9, 12)))
 
 
-@pytest.mark.parametrize("wrong", [{"retries_s": (-1.0,)}, {"after_failure": "shrug"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [*({"retries_s": (seconds,)} for seconds in (-1.0, math.inf, math.nan, 1e9)), {"after_failure": "shrug"}],
+    ids=str,
+)
 def test_policies_that_cannot_be(wrong: dict[str, Any]) -> None:
+    """Seen red of times that no timer can wait: its thread died, and the model waited for that retry for good."""
     with pytest.raises(ConfigError):
         Policy(**wrong)
 
