@@ -51,8 +51,9 @@ _HEAD = """\
 # States of a model
 
 Drawn from the code: `python docs/control_states.py > docs/control-states.md` writes this page, and a test
-compares. Every event was tried in every state that small numbers lead to, under every policy of the mode. What the
-modes and the words mean: [when to sync](control.md).
+compares. Every event was tried in every state that small numbers lead to, under every policy of the mode, but for a
+sync that is asked for by hand, or since instances came or went: it begins when no sync, retry or validation is in its
+way. What the modes and the words mean: [when to sync](control.md).
 
 Colours: green: nobody waits. Yellow: rollout waits, the trajectory pool is locked. Violet: dataloader and pool are
 locked, rollout goes on. Red: overdue, nobody waits however far behind, until a sync succeeds.

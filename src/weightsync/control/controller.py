@@ -178,10 +178,10 @@ class WeightSyncController:
         in_thread(tell, name="weightsync-learnt")
 
     def _try_again(self) -> None:
-        """Syncs that were given up, maybe since nobody was there, are tried once more."""
+        """Syncs that were given up, maybe since nobody was there, are tried once more; also one whose last try runs."""
         for model in self._models.values():
-            if not model.up_to_date and (model.state.overdue or self._is_dark(model.tag)):
-                model.sync_now()
+            if not model.up_to_date:
+                model.sync_now(anyway=self._is_dark(model.tag), again=True)
 
     def _is_dark(self, model_tag: str) -> bool:
         """Whether nobody takes part any more: whoever comes can have the newest version alone, due or not."""
@@ -254,8 +254,9 @@ class WeightSyncController:
         Raises:
             VersionError: the worker goes back within a run, or another run has taken over. Nothing was changed.
             StateError: too many workers have told, or the controller is closed.
-            InvalidRequestError: no such model, or no such version.
+            InvalidRequestError: no such model, version or time. Nothing was changed.
         """
+        check_wait_s("timeout_s", timeout_s, may_be_0=True)
         check_trained(worker_name, run_id, version)
         model = self._model(model_tag)
         if run_id is None and version is not None and sender_endpoint is not None:
@@ -275,8 +276,10 @@ class WeightSyncController:
         self, model_tag: str, *, timeout_s: float = 600.0, given_up: threading.Event | None = None
     ) -> bool:
         """Sees to it that rollout serves the newest trained version; whether it does when this returns. It starts a
-        sync where none is running or due by a timer. `given_up` ends the wait early, see `look_again`.
+        sync, or waits for the one that a timer starts; where an older one or a validation runs, the sync comes after
+        it, also if nobody waits any more. `given_up` ends the wait early, see `look_again`.
         """
+        check_wait_s("timeout_s", timeout_s, may_be_0=True)
         model = self._model(model_tag)
         model.sync_now()
         model.wait(lambda model: model.up_to_date or not model.under_way, timeout_s, given_up)

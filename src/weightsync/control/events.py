@@ -59,10 +59,12 @@ class SyncFailed:
     Attributes:
         absent: since the agent says that it has no such version.
         newest: what it has of that run instead, or is about to have; None: it names another run, or `absent` is False.
+        again: it is told of once more, soon: its trainer may have told too early.
     """
 
     absent: bool = False
     newest: int | None = None
+    again: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,20 @@ class ValidationEnded:
     """The validation that was running has ended, well or not."""
 
 
-Event: TypeAlias = BatchReady | BatchDropped | Trained | Synced | SyncFailed | RetryDue | ValidationEnded
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncWanted:
+    """What is trained is to be served. Where a sync or a validation runs, as soon as it has ended.
+
+    Attributes:
+        anyway: due or not; else where it was given up.
+        again: who takes part has changed: what is being synced is tried once more where it is given up.
+    """
+
+    anyway: bool = True
+    again: bool = False
+
+
+Event: TypeAlias = BatchReady | BatchDropped | Trained | Synced | SyncFailed | RetryDue | ValidationEnded | SyncWanted
 
 # --- actions ---
 

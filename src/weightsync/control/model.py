@@ -25,6 +25,7 @@ from weightsync.control.events import (
     StartValidation,
     Synced,
     SyncFailed,
+    SyncWanted,
     Trained,
     ValidationEnded,
 )
@@ -34,7 +35,6 @@ from weightsync.control.method import SyncMethod
 from weightsync.control.state import (
     ModelState,
     Policy,
-    begin,
     dataloader_locked,
     held_up,
     pool_locked,
@@ -54,6 +54,7 @@ from weightsync.types.control import (
     ValidationRun,
     plain_values,
 )
+from weightsync.types.deadline import check_wait_s
 
 _logger = logging.getLogger(__name__)
 _MAX_ERROR = 4000
@@ -119,7 +120,8 @@ class ModelControl:
     @property
     def evaluated(self) -> bool:
         """Whether no validation that a trainer asked for is running, or to come; or it was given up."""
-        return (self.state.evaluate_at is None and self.state.validation is None) or self.state.overdue
+        state = self.state
+        return (state.evaluate_at is None and not state.evaluate_later and state.validation is None) or state.overdue
 
     def serves(self, run_id: str, version: int) -> bool:
         """Whether rollout serves that version, or a newer one of its run."""
@@ -134,7 +136,7 @@ class ModelControl:
     @property
     def under_way(self) -> bool:
         """Whether a sync is running, or will be by itself."""
-        return self.state.syncing is not None or self.state.num_failed > 0
+        return self.state.syncing is not None or self.state.num_failed > 0 or self.state.wanted
 
     def feed(self, event: Event) -> tuple[Action, ...]:
         """One event; what it starts is started when this returns."""
@@ -175,22 +177,26 @@ class ModelControl:
                     _logger.exception("model %s: %s was not carried out", self.tag, action)
         return actions
 
-    def sync_now(self) -> None:
-        """Starts a sync of what is trained, where nothing stands in the way."""
+    def sync_now(self, *, anyway: bool = True, again: bool = False) -> None:
+        """Starts a sync of what is trained, or sees to one when nothing stands in the way; see `SyncWanted`."""
         with self._changed:
-            free = self.state.syncing is None and self.state.validation is None and not self.state.num_failed
-            if self._shared.closed.is_set() or not free or self.up_to_date:
+            if self._shared.closed.is_set():
                 return
-            self.state, actions = begin(self.state)
-            self._mark()
-            self._changed.notify_all()
-        self._started(actions)
+            before, actions = self.state, self._stepped(SyncWanted(anyway=anyway, again=again))
+            changed = self.state != before
+        if changed:
+            self._started(actions)
 
     def wait(
         self, condition: Callable[[ModelControl], bool], timeout_s: float, given_up: threading.Event | None = None
     ) -> bool:
-        """Until it holds, or the time is over, or it is given up; whether it holds."""
-        deadline, ends = Deadline(timeout_s), [self._shared.closed, given_up or _NEVER]
+        """Until it holds, or the time is over, or it is given up; whether it holds.
+
+        Raises:
+            InvalidRequestError: no such time.
+        """
+        deadline = Deadline(check_wait_s("timeout_s", timeout_s, may_be_0=True))
+        ends = [self._shared.closed, given_up or _NEVER]
         with self._changed:
             return self._changed.wait_for(
                 lambda: condition(self) or any(end.is_set() for end in ends), deadline.remaining_s
@@ -220,22 +226,22 @@ class ModelControl:
         """The state has changed."""
         for listener in tuple(self._shared.listeners):
             self._tell(lambda tag, _, listener=listener: listener(tag), None)  # type: ignore[misc]
-        self.apply_locks()
+        self._tell(lambda *_: self.apply_locks(), None)
 
     def apply_locks(self) -> None:
         """Locks or unlocks the modules, as the state wants it now."""
         self._locks.apply()
 
-    def _to_lock(self) -> frozenset[Lockable]:
+    def _to_lock(self) -> list[Lockable]:
         """What the state wants locked."""
         if self._shared.closed.is_set():
-            return frozenset()
+            return []
         state, shared = self.state, self._shared
         locked = (
             shared.dataloader if dataloader_locked(state) else None,
             shared.trajectory_pool if pool_locked(state, self.policy) else None,
         )
-        return frozenset(module for module in locked if module is not None)
+        return [module for module in locked if module is not None]
 
     def seen(self, instances: Sequence[InstanceStatus] | None) -> RolloutServiceState:
         """What users see of it; `instances` are the method's, None where they are not to be counted."""
@@ -355,6 +361,7 @@ class ModelControl:
     def _sync(self, goal: StartSync) -> None:
         version = Version(run_id=goal.run_id or "unnamed", number=goal.version)
         event: Event
+        again_s: float | None = None
         with self._changed:
             self._history.begin(goal)
         try:
@@ -366,8 +373,11 @@ class ModelControl:
         except BaseException as caught:  # whatever it is: a model must not stay in "syncing"
             typed = as_weightsync_error(caught, SyncFailedError, "the sync failed")
             _logger.warning("model %s: the sync of %s failed: %s", self.tag, version, typed)
-            absent = isinstance(typed, NotPublishedError)
-            event = SyncFailed(absent=absent, newest=typed.newest if isinstance(typed, NotPublishedError) else None)
+            event = SyncFailed()
+            if isinstance(typed, NotPublishedError):
+                with self._changed:
+                    again_s = self._denials.again_after_s(goal, self.state.run_id, self.state.rollout_version)
+                event = SyncFailed(absent=True, newest=typed.newest, again=again_s is not None)
             error = f"{type(typed).__name__}: {typed}"[:_MAX_ERROR]
         with self._changed:
             self._last_error = error
@@ -375,15 +385,11 @@ class ModelControl:
         if error is None:
             _logger.info("model %s: %s is served after %.2f s", self.tag, version, seconds)
         self.feed(event)
-        if isinstance(event, SyncFailed) and event.absent:
-            self._try_again_later(goal)
+        if again_s is not None and not self._shared.closed.is_set():
+            self._try_again_later(goal, again_s)
 
-    def _try_again_later(self, goal: StartSync) -> None:
+    def _try_again_later(self, goal: StartSync, after_s: float) -> None:
         """One that its agent had not."""
-        with self._changed:
-            after_s = self._denials.again_after_s(goal, self.state.run_id, self.state.rollout_version)
-        if after_s is None or self._shared.closed.is_set():
-            return
         timer = threading.Timer(after_s, self._claim_again, [goal])
         timer.daemon = True
         try:

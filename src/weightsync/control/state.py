@@ -22,11 +22,13 @@ from weightsync.control.events import (
     StartValidation,
     Synced,
     SyncFailed,
+    SyncWanted,
     Trained,
     ValidationEnded,
 )
 from weightsync.errors import ConfigError, StateError, VersionError
 from weightsync.types.control import ValidationRun
+from weightsync.types.deadline import MAX_WAIT_S
 
 Mode: TypeAlias = Literal["sync", "fully-async", "batch-async"]
 AfterFailure: TypeAlias = Literal["keep", "evict"]
@@ -34,6 +36,7 @@ Phase: TypeAlias = Literal["running", "need_sync", "syncing"]
 _MAX_WORKERS = 4096
 _MAX_REPLACED = 16
 _MAX_CROSSED = 1000
+_MAX_LATER = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,8 +63,8 @@ class Policy:
     after_failure: AfterFailure = "keep"
 
     def __post_init__(self) -> None:
-        if any(seconds < 0 for seconds in self.retries_s):
-            raise ConfigError(f"retries_s are seconds, not {self.retries_s}")
+        if not all(0 <= seconds <= MAX_WAIT_S for seconds in self.retries_s):  # NaN fails
+            raise ConfigError(f"retries_s are seconds from 0 to {MAX_WAIT_S:g}, not {self.retries_s}")
         if self.after_failure not in ("keep", "evict"):
             raise ConfigError(f"after_failure is 'keep' or 'evict', not {self.after_failure!r}")
 
@@ -88,11 +91,14 @@ class ModelState:
         syncing: what is being synced.
         num_failed: syncs in a row that have failed, of which the next is a retry.
         evicting: after the last retry, and an eviction.
+        wanted: what is trained is to be synced, due or not, when nothing stands in the way any more.
+        again: what is being synced is tried once more where it is given up.
         overdue: given up after failures: nobody is blocked, however far behind, until a sync succeeds.
         validation: the one that is running.
         validated_to: all multiples of `validate_freq` up to here have had their validation.
         told: by worker: the version that it told of last, in this run.
         evaluate_at: a version that the trainer wants validated; None: none.
+        evaluate_later: such versions that their agent has not yet: each is told of once more. The lowest come first.
         evaluated_to: the newest version of this run whose validation was started.
         sure_version, sure_pending: what `train_version` and `num_pending` are without what was only announced, and that
             nobody has fetched yet.
@@ -112,11 +118,14 @@ class ModelState:
     syncing: StartSync | None = None
     num_failed: int = 0
     evicting: bool = False
+    wanted: bool = False
+    again: bool = False
     overdue: bool = False
     validation: ValidationRun | None = None
     validated_to: int = 0
     told: tuple[tuple[str, int], ...] = ()
     evaluate_at: int | None = None
+    evaluate_later: tuple[int, ...] = ()
     evaluated_to: int = -1
     sure_version: int = 0
     sure_pending: int = 0
@@ -179,8 +188,8 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
             return _trained(state, event, policy)
         case Synced(version=version):
             return _synced(state, version, policy)
-        case SyncFailed(absent=absent, newest=newest):
-            return _absent(state, newest, policy) if absent else _failed(state, policy)
+        case SyncFailed(absent=absent):
+            return _absent(state, event, policy) if absent else _failed(state, policy)
         case RetryDue():
             if state.phase != "need_sync" or not state.num_failed:
                 return state, ()  # of a run that another has taken over from meanwhile
@@ -189,6 +198,10 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
             if state.validation is None:
                 return state, ()
             return _go_on(dataclasses.replace(state, validation=None), policy)
+        case SyncWanted(anyway=anyway, again=again):
+            idle = state.syncing is None
+            wanted, again = state.wanted or anyway or (state.overdue and idle), state.again or (again and not idle)
+            return _go_on(dataclasses.replace(state, wanted=wanted, again=again), policy)
 
 
 def _batch_ready(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
@@ -301,7 +314,8 @@ def _with_due(state: ModelState, policy: Policy) -> ModelState:
 
 def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     """Starts what is due and what nothing stands in the way of."""
-    state, validations = _validate(state, policy)
+    state = dataclasses.replace(state, wanted=state.wanted and state.rollout_version < state.train_version)
+    state, validations = _validate(_with_later(state), policy)
     state = _with_due(state, policy)
     if validations:
         return state, validations
@@ -309,9 +323,17 @@ def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action,
     if waits or state.rollout_version >= state.train_version:
         return state, ()
     not_due = state.due is None or state.train_version < state.due
-    if policy.bound is not None and not_due and state.evaluate_at is None:
+    if policy.bound is not None and not_due and state.evaluate_at is None and not state.wanted:
         return state, ()
     return begin(state)
+
+
+def _with_later(state: ModelState) -> ModelState:
+    """The next of the validations whose version was told of too early, where that version is there by now."""
+    later = tuple(each for each in state.evaluate_later if each > state.evaluated_to)
+    if later and state.evaluate_at is None and later[0] <= state.train_version:
+        return dataclasses.replace(state, evaluate_at=later[0], evaluate_later=later[1:])
+    return dataclasses.replace(state, evaluate_later=later)
 
 
 def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
@@ -339,14 +361,14 @@ def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Acti
 def begin(state: ModelState) -> tuple[ModelState, tuple[Action, ...]]:
     """Starts a sync of what is trained."""
     goal = StartSync(run_id=state.run_id, version=state.train_version)
-    return dataclasses.replace(state, phase="syncing", due=None, syncing=goal), (goal,)
+    return dataclasses.replace(state, phase="syncing", due=None, syncing=goal, wanted=False, again=False), (goal,)
 
 
 def _synced(state: ModelState, version: int, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     if state.syncing is None:
         return state, ()
     current = state.syncing.run_id == state.run_id
-    state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False)
+    state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False, again=False)
     if not current:  # of a run that another has taken over from meanwhile
         return _go_on(state, policy)
     state = dataclasses.replace(
@@ -357,15 +379,15 @@ def _synced(state: ModelState, version: int, policy: Policy) -> tuple[ModelState
     return _go_on(state, policy)
 
 
-def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
+def _absent(state: ModelState, event: SyncFailed, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     """What was to be synced is not there: what the agent has of the run takes its place, and what was told of since."""
-    goal = state.syncing
+    goal, newest = state.syncing, event.newest
     if goal is None or goal.run_id != state.run_id:
         return _failed(state, policy)
     if newest is None:  # the agent names another run: where nothing of this was ever served, that may come back
         in_vain = dataclasses.replace(state, overdue=state.overdue or state.rollout_version < 0)
         return _failed(in_vain, dataclasses.replace(policy, after_failure="keep"))  # it is nobody's fault on this side
-    state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False)
+    state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False, again=False)
     newest = max(newest, state.rollout_version)
     told = tuple((worker, number if number < goal.version else min(number, newest)) for worker, number in state.told)
     if newest >= state.sure_version:
@@ -383,15 +405,19 @@ def _absent(state: ModelState, newest: int | None, policy: Policy) -> tuple[Mode
         reached = state.train_version // policy.validate_freq * policy.validate_freq
         state = dataclasses.replace(state, validated_to=min(state.validated_to, reached))
     if state.evaluate_at is not None and state.evaluate_at > state.train_version:
-        state = dataclasses.replace(state, evaluate_at=None)
+        later = sorted({*state.evaluate_later, state.evaluate_at})[:_MAX_LATER]
+        state = dataclasses.replace(state, evaluate_at=None, evaluate_later=tuple(later))
+    if not event.again:
+        later = [each for each in state.evaluate_later if each < goal.version]
+        state = dataclasses.replace(state, evaluate_later=tuple(later))
     return _go_on(state, policy)
 
 
 def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     if state.syncing is None:
         return state, ()
-    tried, current = state.syncing, state.syncing.run_id == state.run_id
-    state = dataclasses.replace(state, phase="running", syncing=None)
+    tried, current, again = state.syncing, state.syncing.run_id == state.run_id, state.again
+    state = dataclasses.replace(state, phase="running", syncing=None, again=False)
     if not current:
         return _go_on(state, policy)
     state = dataclasses.replace(state, num_failed=state.num_failed + 1)
@@ -401,9 +427,9 @@ def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action
     if policy.after_failure == "evict" and not state.evicting:
         state, actions = begin(dataclasses.replace(state, evicting=True))
         return state, (EvictFailed(), *actions)
-    given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True)
+    given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True, wanted=False)
     told = (GiveUp(run_id=state.run_id, version=tried.version),)
-    if tried.version < state.train_version:  # that was trained meanwhile, and nobody has tried it
+    if again or tried.version < state.train_version:  # who takes part has changed; or nobody has tried what is newer
         state, actions = begin(given_up)
         return state, (*told, *actions)
     return given_up, told

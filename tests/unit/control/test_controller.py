@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from weightsync.clients.host import RolloutClient
 from weightsync.config import WeightSyncConfig
 from weightsync.control.controller import WeightSyncController
+from weightsync.control.events import Trained
 from weightsync.control.method import SyncMethod
+from weightsync.control.methods.pull import PullMethod
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Version
@@ -237,6 +241,130 @@ def test_one_object_may_be_both_dataloader_and_pool(made: Make) -> None:
     assert (both.locked, both.calls) == (set(), ["lock", "unlock"])
 
 
+class Batches(list[str], Module):  # type: ignore[misc]
+    """A pool that is a list: it can't be hashed, and equals any other that has as much."""
+
+    def __init__(self) -> None:
+        list.__init__(self)
+        Module.__init__(self)
+
+
+def test_a_pool_may_be_a_list(made: Make) -> None:
+    """Seen red: the first batch ended in a TypeError; so did the version, and its sync was not begun, nor ended."""
+    controller, method = made({"validate_freq": 1}, on_validate=lambda *_: None)
+    loader, pool = Batches(), Batches()
+    controller.set_module_references(loader, pool)  # type: ignore[arg-type]
+    controller.trajectory_pool_notify_batch_ready("default")
+    assert (loader.locked, pool.locked) == (set(), {"default"})
+    controller.train_worker_notify_weight_update("w", "default", "r", 1)
+    assert method.synced == [("default", "r/1")]
+    until(lambda: loader.locked == pool.locked == {"default"}, "two that are equal are locked, each of them")
+    controller.end_validate("default")
+    assert (loader.calls, pool.calls[-1]) == (["lock", "unlock"], "unlock")
+
+
+def test_what_locks_raise_loses_no_sync(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a model stayed in "syncing", and no sync was ever begun."""
+    controller, method = made()
+
+    def raises() -> None:
+        raise RuntimeError("as told")
+
+    monkeypatch.setattr(controller._models["default"], "apply_locks", raises)
+    controller.train_worker_notify_weight_update("w", "default", "r", 1, timeout_s=LONG_S)
+    assert method.synced == [("default", "r/1")]
+
+
+def test_a_pool_may_tell_of_a_batch_when_it_is_unlocked(made: Make) -> None:
+    """Seen red: its thread waited for itself, and so did every later call and `close`."""
+    controller, method = made()
+    pool, tells = Module(), [True]
+
+    def unlock(model_tag: str) -> None:
+        pool.locked.discard(model_tag)
+        if tells:
+            tells.pop()
+            controller.trajectory_pool_notify_batch_ready(model_tag)  # one that has waited
+
+    pool.unlock = unlock  # type: ignore[method-assign]
+    controller.set_module_references(Module(), pool)
+    controller.trajectory_pool_notify_batch_ready("default")
+    for number in (1, 2):
+        told = in_thread(
+            lambda number=number: controller.train_worker_notify_weight_update("w", "default", "r", number),  # type: ignore[misc]
+            name="trainer",
+        )
+        told.result(2.0)
+        until(lambda: pool.locked == ({"default"} if number == 1 else set()), "as the state wants it")  # noqa: B023
+    assert method.synced == [("default", "r/1"), ("default", "r/2")]
+    in_thread(controller.close, name="close").result(2.0)
+
+
+def test_a_pool_with_a_lock_of_its_own_waits_for_nobody_who_waits_for_it(made: Make) -> None:
+    """One thread unlocks it, another is in it and tells of a batch. Seen red: each waited for the other, for good."""
+    controller, _ = made()
+    pool, mutex, unlocking = Module(), threading.Lock(), threading.Event()
+
+    def unlock(model_tag: str) -> None:
+        unlocking.set()
+        with mutex:
+            pool.locked.discard(model_tag)
+
+    pool.unlock = unlock  # type: ignore[method-assign]
+    controller.set_module_references(Module(), pool)
+    controller.trajectory_pool_notify_batch_ready("default")
+    with mutex:
+        controller._models["default"].trained(Trained(worker="w", run_id="r", version=1))
+        assert unlocking.wait(LONG_S)
+        put = in_thread(lambda: controller.trajectory_pool_notify_batch_ready("default"), name="put")
+        put.result(2.0)
+    until(lambda: pool.calls == ["lock", "lock"], "whoever unlocked it has locked it for that batch")
+    assert pool.locked == {"default"}
+
+
+def test_what_another_thread_is_about_to_unlock_is_unlocked_when_a_call_returns(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red where a call left it to that thread, and returned."""
+    monkeypatch.setattr("weightsync.control.locks._MOMENT_S", LONG_S)
+    controller, _ = made()
+    pool, locking, go = Module(), threading.Event(), threading.Event()
+
+    def lock(model_tag: str) -> None:
+        locking.set()
+        assert go.wait(LONG_S)
+        pool.locked.add(model_tag)
+
+    pool.lock = lock  # type: ignore[method-assign]
+    controller.set_module_references(Module(), pool)
+    ready = in_thread(lambda: controller.trajectory_pool_notify_batch_ready("default"), name="ready")
+    assert locking.wait(LONG_S)
+    dropped = in_thread(lambda: controller.trajectory_pool_notify_batch_dropped("default"), name="dropped")
+    with pytest.raises(TimeoutError):
+        dropped.result(0.05)
+    go.set()
+    dropped.result(LONG_S)
+    assert pool.locked == set()
+    ready.result(LONG_S)
+
+
+def test_an_interrupt_within_a_module_leaves_it_to_the_next(made: Make) -> None:
+    controller, _ = made()
+    pool, interrupts = Module(), [KeyboardInterrupt()]
+
+    def lock(model_tag: str) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        pool.locked.add(model_tag)
+
+    pool.lock = lock  # type: ignore[method-assign]
+    controller.set_module_references(Module(), pool)
+    with pytest.raises(KeyboardInterrupt):
+        controller.trajectory_pool_notify_batch_ready("default")
+    controller.trajectory_pool_notify_batch_ready("default")
+    assert pool.locked == {"default"}
+
+
 def test_the_service_fields_are_those_of_the_configuration(made: Make) -> None:
     """Of each model its own. Red where a field is left out of `ModelControl.seen`, or taken of another model."""
     service = {"model": "m", "weight_type": "full", "backend": "sglang", "base_url": "http://localhost:8000"}
@@ -372,6 +500,36 @@ def test_a_sync_by_hand(made: Make) -> None:
     assert not controller.sync_weight_to_rollout_service("default")
 
 
+@pytest.mark.parametrize("mode", ["sync", "batch-async"])
+def test_a_sync_by_hand_comes_behind_a_validation(made: Make, mode: str) -> None:
+    """Seen red: it was said at once that the newest version is not served, and it never was: a trainer's last one."""
+    controller, method = made({"sync_mode": mode, "validate_freq": 2})
+    controller.train_worker_notify_weight_update("w", "default", "r", 2)
+    until(lambda: controller.rollout_service_state("default").waiting_for_validation, "version 2 is validated")
+    controller.train_worker_notify_weight_update("w", "default", "r", 3, timeout_s=0.01)
+    assert not controller.sync_weight_to_rollout_service("default", timeout_s=0.01)
+    waiting = in_thread(lambda: controller.sync_weight_to_rollout_service("default", timeout_s=LONG_S), name="last")
+    with pytest.raises(TimeoutError):
+        waiting.result(0.05)
+    controller.end_validate("default")
+    assert waiting.result(LONG_S)
+    assert method.synced == [("default", "r/2"), ("default", "r/3")]
+
+
+def test_a_sync_by_hand_comes_behind_the_one_of_an_older_version(made: Make) -> None:
+    """Seen red: it waited for that one alone, and the newest, which was not due, was never asked for."""
+    controller, method = made({"sync_mode": "batch-async"})
+    go = threading.Event()
+    method.does = lambda tag, version: version.number if go.wait(LONG_S) else 0
+    for number in (2, 3):
+        controller.train_worker_notify_weight_update("w", "default", "r", number, timeout_s=0.01)
+    waiting = in_thread(lambda: controller.sync_weight_to_rollout_service("default", timeout_s=LONG_S), name="last")
+    until(lambda: controller._models["default"].state.wanted, "it is asked for")
+    go.set()
+    assert waiting.result(LONG_S)
+    assert method.synced == [("default", "r/2"), ("default", "r/3")]
+
+
 def test_closing_wakes_whoever_waits_and_unlocks(made: Make) -> None:
     controller, _ = made()
     pool = Module()
@@ -403,6 +561,23 @@ def test_what_can_not_be_is_refused(made: Make) -> None:
         controller.set_tinker_service_holder(object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stranger"):
         made(configs={"stranger": controller._models["default"]._config})
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, -1.0, 1e9, "1"], ids=str)
+def test_times_that_nobody_can_wait_are_refused(made: Make, seconds: Any) -> None:
+    """Seen red: an OverflowError, and only where there was something to wait for; or a wait of 30 years."""
+    controller, method = made()
+    waits: list[Callable[[], object]] = [
+        lambda: controller.await_rollout_service("default", timeout_s=seconds),
+        lambda: controller.wait_version("r", "default", 0, timeout_s=seconds),
+        lambda: controller.sync_weight_to_rollout_service("default", timeout_s=seconds),
+        lambda: controller.train_worker_notify_weight_update("w", "default", "r", 1, timeout_s=seconds),
+        lambda: PullMethod({"a": RolloutClient("http://127.0.0.1:9")}, {}, timeout_s=seconds),
+    ]
+    for wait in waits:
+        with pytest.raises(InvalidRequestError, match="timeout_s is a number of seconds"):
+            wait()
+    assert (method.synced, controller.rollout_service_state("default").train_model_version) == ([], 0)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.control.pool_kit import at
+from tests.unit.control.pool_kit import made as made_pool
 from tests.unit.control.test_controller import LONG_S, Method, until
 from tests.unit.control.test_state import Machine
 from weightsync.control import controller as controller_module
@@ -16,7 +18,7 @@ from weightsync.control.events import RetryDue, StartSync, SyncFailed, Trained
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.state import _MAX_REPLACED, _MAX_WORKERS
-from weightsync.errors import StateError, VersionError
+from weightsync.errors import NotPublishedError, StateError, VersionError
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Version
 from weightsync.types.fleet import ModelVersion
@@ -268,4 +270,70 @@ def test_a_notification_waits_for_a_validation_and_then_for_its_sync(mode: str) 
     go.set()
     told.result(LONG_S)
     assert controller.rollout_service_state("default").rollout_model_version == 3
+    controller.close()
+
+
+@pytest.mark.parametrize(
+    ("freq", "newest", "tries"), [(0, 4, [2, 4, 4]), (2, 3, [2, 3])], ids=["last try", "validation"]
+)
+def test_who_comes_or_goes_while_a_model_is_busy_is_not_forgotten(freq: int, newest: int, tries: list[int]) -> None:
+    """Seen red: nobody asked again when the last try or the validation had ended, and a fleet without anybody that
+    takes part stayed so: its agent had no older version.
+    """
+    method, (pool, _) = Method(), made_pool()
+    method.pool = pool
+    tried: list[int] = []
+    running, go = threading.Event(), threading.Event()
+
+    def fails_once(tag: str, version: Version) -> int:
+        tried.append(version.number)
+        if tried == [2, 4]:
+            running.set()
+            assert go.wait(LONG_S)
+            raise RuntimeError("left the pool meanwhile")
+        return version.number
+
+    method.does = fails_once
+    config = {"sync_mode": "batch-async", "validate_freq": freq}
+    controller = WeightSyncController(config, method, model_tags=["m"], retries_s=())
+    controller.train_worker_notify_weight_update("w", "m", "r", 2)
+    pool.decided([at(2)])  # nobody takes part any more
+    if freq:
+        until(lambda: controller.rollout_service_state("m").waiting_for_validation, "the validation of version 2")
+    controller._models["m"].trained(Trained(worker="w", run_id="r", version=newest))
+    assert freq or running.wait(LONG_S)
+    controller._try_again()  # what `on_members` calls, in a thread
+    go.set()
+    controller.end_validate("m")
+    assert controller.wait_version("r", "m", newest, timeout_s=LONG_S)
+    assert tried == tries
+    controller.close()
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["it comes", "it never comes"])
+def test_an_evaluation_that_is_told_of_too_early_is_waited_for(monkeypatch: pytest.MonkeyPatch, comes: bool) -> None:
+    """Seen red: with the first denial the wait was over, and the version was synced later without a validation."""
+    monkeypatch.setattr("weightsync.control.denials._AGAIN_S", (0.01, 0.01))
+    method, tried = Method(), list[int]()
+
+    def too_early(tag: str, version: Version) -> int:
+        tried.append(version.number)
+        if version.number == 5 and (tried.count(5) == 1 or not comes):
+            raise NotPublishedError("its agent has 4", newest=4)
+        return version.number
+
+    method.does, method.asks_agents = too_early, True  # type: ignore[misc]
+    controller = WeightSyncController({"sync_mode": "fully-async"}, method)
+    told = in_thread(
+        lambda: controller.train_worker_notify_weight_update("w", "default", "r", 5, evaluate=True, timeout_s=LONG_S),
+        name="trainer",
+    )
+    if comes:
+        until(lambda: controller.rollout_service_state("default").waiting_for_validation, "the validation")
+        assert not told.done()
+        controller.end_validate("default", version=5)
+    told.result(LONG_S / 2)
+    assert tried == ([5, 4, 5] if comes else [5, 4, 5, 5])
+    ended = controller.rollout_service_state("default").last_validation
+    assert (ended.of.version if ended else None) == (5 if comes else None)
     controller.close()

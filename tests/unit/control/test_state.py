@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from weightsync.control.events import (
     StartValidation,
     Synced,
     SyncFailed,
+    SyncWanted,
     Trained,
     ValidationEnded,
 )
@@ -335,6 +337,43 @@ def test_a_retry_that_comes_late_does_nothing() -> None:
     assert machine(RetryDue()) == ()
 
 
+def test_a_word_that_comes_during_the_last_try_is_one_more_try() -> None:
+    """Seen red: it was forgotten while a sync ran, and a fleet that nobody was left in stayed so."""
+    machine = Machine(retries_s=())
+    machine.train(1)
+    for _ in range(2):
+        assert machine(SyncWanted(anyway=False, again=True)) == (), "however often"
+    assert machine(SyncFailed()) == (GiveUp(run_id="r", version=1), StartSync(run_id="r", version=1))
+    assert (machine.blocked, machine.state.overdue) == (False, True)
+    assert machine(SyncFailed()) == (GiveUp(run_id="r", version=1),), "a word is one try"
+    assert machine(SyncWanted(anyway=False, again=True)) == (StartSync(run_id="r", version=1),)
+
+
+def test_a_word_before_a_retry_is_no_more_than_that_retry() -> None:
+    machine = Machine(retries_s=(1.0,))
+    machine.train(1)
+    machine(SyncWanted(again=True))
+    assert machine(SyncFailed()) == (RetryAfter(seconds=1.0),)
+    assert machine(SyncWanted(again=True)) == (), "it is tried in a moment"
+    assert machine(RetryDue()) == (StartSync(run_id="r", version=1),)
+    assert machine(SyncFailed()) == (GiveUp(run_id="r", version=1),)
+
+
+def test_what_is_not_due_is_synced_by_hand_alone_or_where_nobody_is_left() -> None:
+    """Behind a validation, too. Seen red: a word that came while one ran was forgotten."""
+    machine = Machine(mode="batch-async", validate_freq=2)
+    machine.train(1)
+    assert machine(SyncWanted(anyway=False, again=True)) == ()
+    assert machine(SyncWanted()) == (StartSync(run_id="r", version=1),)
+    machine.train(2)
+    machine.synced()
+    machine.train(3)
+    assert machine.synced(3) == (StartValidation(validation=ValidationRun(run_id="r", version=3, stands_for=(2,))),)
+    machine.train(4)
+    assert machine(SyncWanted()) == (), "it measures one version"
+    assert machine(ValidationEnded()) == (StartSync(run_id="r", version=4),)
+
+
 def test_validation_locks_the_pool_and_leaves_the_services_free() -> None:
     machine = Machine(validate_freq=2)
     machine.steps(1)
@@ -360,8 +399,13 @@ def test_one_validation_stands_for_all_multiples_that_were_crossed() -> None:
     assert start == StartValidation(validation=ValidationRun(run_id="r", version=14, stands_for=(9, 12)))
 
 
-@pytest.mark.parametrize("wrong", [{"retries_s": (-1.0,)}, {"after_failure": "shrug"}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [*({"retries_s": (seconds,)} for seconds in (-1.0, math.inf, math.nan, 1e9)), {"after_failure": "shrug"}],
+    ids=str,
+)
 def test_policies_that_cannot_be(wrong: dict[str, Any]) -> None:
+    """Seen red of times that no timer can wait: its thread died, and the model waited for that retry for good."""
     with pytest.raises(ConfigError):
         Policy(**wrong)
 
@@ -406,6 +450,7 @@ class AllInterleavings(RuleBasedStateMachine):
                     self.stood_for += [(validation.run_id, number) for number in validation.stands_for]
                 case EvictFailed() | GiveUp():
                     assert isinstance(event, SyncFailed)
+                    assert self.state.syncing or not before.again, "it is tried once more"
 
     @precondition(lambda self: not pool_locked(self.state, self.policy))
     @rule()
@@ -471,6 +516,14 @@ class AllInterleavings(RuleBasedStateMachine):
         self.retry = False
         self.feed(RetryDue())
 
+    @rule(anyway=st.booleans(), again=st.booleans())
+    def a_sync_is_wanted(self, anyway: bool, again: bool) -> None:
+        """By hand, or since instances came or went."""
+        running = self.state.syncing
+        self.feed(SyncWanted(anyway=anyway, again=again))
+        assert running is None or self.state.syncing is running, "it goes on to its end"
+        assert not anyway or self.state.wanted or self.state.syncing or self.state.staleness <= 0
+
     @precondition(lambda self: self.validating is not None)
     @rule()
     def a_validation_ends(self) -> None:
@@ -492,6 +545,14 @@ class AllInterleavings(RuleBasedStateMachine):
         assert state.syncing or self.retry or self.validating or step_under_way, state
         if not (state.syncing or self.retry or self.validating):
             assert awaits_step(state, policy), "a timer runs"
+
+    @invariant()
+    def what_is_wanted_is_on_its_way(self) -> None:
+        state = self.state
+        if state.wanted:
+            assert state.syncing or self.retry or self.validating, state
+            assert state.staleness > 0, "what is served is wanted no more"
+        assert state.syncing or not state.again, "it is of the sync that runs"
 
     @invariant()
     def versions_rise_within_a_run(self) -> None:

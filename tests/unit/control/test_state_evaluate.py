@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
@@ -23,6 +24,7 @@ from weightsync.control.events import (
     Trained,
     ValidationEnded,
 )
+from weightsync.errors import VersionError
 from weightsync.types.control import ValidationRun
 
 
@@ -110,6 +112,85 @@ def test_a_new_run_asks_anew() -> None:
     assert machine.synced(3) == (StartSync(run_id="again", version=1),)
     assert machine.synced() == ()
     assert evaluates(machine, 1, run_id="again") == validates(1, run_id="again")
+
+
+def early(machine: Machine, version: int, worker: str = "w") -> Any:
+    return machine(Trained(worker=worker, run_id="r", version=version, evaluate=True, claimed=True))
+
+
+def test_one_that_is_told_of_too_early_is_validated_when_it_is_there() -> None:
+    """Seen red: with the agent's first denial it was forgotten, and synced without a validation."""
+    machine = Machine(mode="fully-async")
+    early(machine, 5)
+    assert machine(SyncFailed(absent=True, newest=4, again=True)) == (StartSync(run_id="r", version=4),)
+    assert (machine.state.evaluate_at, machine.state.evaluate_later) == (None, (5,))
+    machine.synced()
+    told = Trained(worker="announced", run_id="r", version=5, claimed=True)
+    assert machine(told) == (StartSync(run_id="r", version=5),)
+    assert machine(SyncFailed(absent=True, newest=4, again=True)) == ()
+    assert machine.state.evaluate_later == (5,)
+    machine(told)
+    assert machine.synced() == validates(5)
+    assert (machine.state.evaluate_at, machine.state.evaluate_later) == (None, ())
+
+
+def test_one_that_never_comes_is_given_up_and_others_are_not() -> None:
+    machine = Machine(mode="fully-async")
+    early(machine, 5)
+    machine(SyncFailed(absent=True, newest=4, again=True))
+    machine.synced()
+    early(machine, 1000, "liar")
+    machine(SyncFailed(absent=True, newest=4, again=True))
+    assert machine.state.evaluate_later == (5, 1000)
+    machine(Trained(worker="announced", run_id="r", version=1000, claimed=True))
+    machine(SyncFailed(absent=True, newest=4))
+    assert (machine.state.evaluate_at, machine.state.evaluate_later) == (None, (5,))
+    machine(Trained(worker="announced", run_id="r", version=5, claimed=True))
+    assert machine.state.evaluate_at == 5
+    machine(SyncFailed(absent=True, newest=4))
+    assert (machine.state.evaluate_at, machine.state.evaluate_later) == (None, ())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["early", "there", "told again", "told", "sync", "validation"]), max_size=60))
+def test_whatever_was_asked_for_too_early_is_validated_in_the_end(steps: list[str]) -> None:
+    """An agent that publishes at its own pace, and a trainer that may be a version ahead of it."""
+    machine = Machine(mode="fully-async")
+    has, asked, denied, validated = 0, [-1], set[int](), [-1]
+
+    def does(what: str) -> None:
+        nonlocal has
+        if what == "early":
+            asked.append(has + 1)
+            early(machine, has + 1)
+        elif what == "there":
+            has += 1
+        elif what == "told again" and denied:
+            machine(Trained(worker="announced", run_id="r", version=denied.pop(), claimed=True))
+        elif what == "told" and has:
+            machine(Trained(worker="other", run_id="r", version=has, claimed=True))
+        elif what == "sync" and machine.state.syncing is not None:
+            goal = machine.state.syncing.version
+            denied.update({goal} if goal > has else ())
+            machine(Synced(version=goal) if goal <= has else SyncFailed(absent=True, newest=has, again=True))
+        elif what == "validation" and machine.state.validation is not None:
+            validated.append(machine.state.validation.version)
+            machine(ValidationEnded())
+        state = machine.state
+        to_come = (*state.evaluate_later, state.evaluated_to, -1 if state.evaluate_at is None else state.evaluate_at)
+        assert max(asked) <= max(to_come), "it is forgotten"
+
+    for what in steps:
+        with contextlib.suppress(VersionError):  # it has told of more, and that was served
+            does(what)
+    has = max(has, *asked)
+    for _ in range(len(steps) + 5):
+        for what in ("told again", "sync", "validation"):
+            with contextlib.suppress(VersionError):
+                does(what)
+    assert validated[-1] >= max(asked)
+    assert validated == sorted(set(validated)), "none twice"
+    assert not machine.state.evaluate_later
 
 
 class WithEvaluations(AllInterleavings):

@@ -10,6 +10,7 @@ from weightsync.control.method import Peers, SyncMethod
 from weightsync.errors import InvalidRequestError, NoEnginesError, NotPublishedError, SyncFailedError, VersionError
 from weightsync.handles.fanout import call_all
 from weightsync.types import Version
+from weightsync.types.deadline import check_wait_s
 from weightsync.types.service import ModelStatus, NotifyRequest
 
 _MARGIN_S = 10.0
@@ -29,6 +30,7 @@ class PullMethod(SyncMethod):
 
     Raises:
         NoEnginesError: there is no service.
+        InvalidRequestError: no such time.
     """
 
     asks_agents = True
@@ -41,7 +43,7 @@ class PullMethod(SyncMethod):
             raise NoEnginesError("a pull needs at least one rollout service to tell")
         self._services = dict(services)
         self._senders = dict(senders)
-        self._timeout_s = timeout_s
+        self._timeout_s = check_wait_s("timeout_s", timeout_s)
         self.peers = Peers()
 
     def live(self, model_tag: str) -> tuple[str, ...]:
