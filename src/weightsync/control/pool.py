@@ -341,6 +341,14 @@ class RolloutPool:
         """Until none of these answers with what it was evicted with: at most `lease_s`."""
         self._wait(lambda: all(self.fenced(each) for each in instance_ids), self.lease_s + 1.0)
 
+    def wait_learnt(self, model_ids: Sequence[str], within_s: float) -> None:
+        """Where this controller has only listened so far, which it does for `lease_s` after it begins, and has heard of
+        instances: until one takes part that has any of these models, or it has listened."""
+        with self._changed:
+            if not self._instances:
+                return
+        self._wait(lambda: bool(self.members(model_ids)) or not self._learning.until_s, within_s)
+
     # --- what users see ---
 
     def subscribe(self, changed: Callable[[], None]) -> None:

@@ -243,6 +243,7 @@ class FleetMethod(SyncMethod):
                 if isinstance(error, NotPublishedError):
                     raise
                 _logger.info("model %s: nobody says whether %s is there: %s", each.model_id, each.of, error)
+        self.pool.wait_learnt([each.model_id for each in versions], self._prepare_timeout_s)
         if members := self.pool.claim(versions):  # it came in meanwhile: nobody tells of that once more
             return members
         raise NoEnginesError("no rollout service takes part: the controller's status says why of each")

@@ -127,6 +127,19 @@ def test_nobody_there_and_nobody_said_where(world: World) -> None:
         FleetMethod(world.pool, commit_policy="quorum(0)")
 
 
+def test_a_controller_that_only_listens_yet_waits_for_whom_it_has_heard_of(world: World) -> None:
+    """Seen red: after each restart of a controller "nobody answers" was an error of its log, and trainers went on, some
+    seconds before it let its hosts in."""
+    world.pool._learning.until_s = time.monotonic() + 0.5
+    one, method = world.instance("a"), world.method()
+    one.served = {"actor": ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=SENDER)}
+    one.beat_once()
+    done = in_thread(lambda: bring(method, 2), name="sync")
+    one.beat()
+    assert done.result(LONG_S) == 2
+    assert one.served["actor"].of == v(2)
+
+
 def test_with_nobody_there_nothing_is_said_to_go_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
     given_up = threading.Event()
     controller = WeightSyncController(
