@@ -104,7 +104,6 @@ ELSEWHERE = {
     "demo/sglang_engine": "engines/test_demo_sglang.py",
     "engine/vllm/peers": "engines/test_vllm_http.py",
     "engine/vllm/plugin": "contract/test_vllm_backend.py",
-    "handles/vllm_api": "unit/handles/test_vllm.py",
     "handles/vllm_messages": "unit/handles/test_vllm.py",
     "load/vllm_checkpoint": "unit/load/test_vllm.py",
     "load/live_trace": "unit/load/test_live_plan.py",
