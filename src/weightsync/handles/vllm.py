@@ -238,8 +238,7 @@ class VllmEngine(SteppedEngine):
                 with contextlib.suppress(WeightSyncError):
                     patience = Deadline(max(1.0, deadline.remaining_s))
                     if self._is_ours(self._look(patience), request.session):
-                        self._api.resume(timeout_s=patience.check("answer"))
-                        self._paused_by = None
+                        self._go_on(patience)
                 if isinstance(error, DeadlineExceededError):
                     raise DeadlineExceededError(
                         f"vLLM did not stand still within {patience_s:g} s (pause_mode {self._pause_mode}): raise "

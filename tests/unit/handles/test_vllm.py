@@ -376,6 +376,7 @@ class Engine:
         self.state = VllmState()
         self.paused = False
         self.busy = False
+        self.resets = True  # whether it can drop its cache
         self.calls: list[str] = []
         self.resumed = threading.Event()
         self.meanwhile: dict[str, Any] = {}  # what changes while it reads
@@ -391,7 +392,7 @@ class Engine:
         return self.paused
 
     def reset_prefix_cache(self, **_: Any) -> bool:
-        return True
+        return self.resets
 
     def weight_version(self, **_: Any) -> str:
         return "default"
@@ -599,6 +600,36 @@ def test_a_pause_that_comes_behind_the_resume_of_its_abort_is_ended() -> None:
     api.pause = pause  # type: ignore[method-assign]
     begun(handle, "t")
     assert api.paused
+
+
+def test_a_pause_that_fails_does_not_let_go_on_with_the_cache_of_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds vLLM paused for a cache that an earlier commit could not drop, and fails for the same reason. Seen red:
+    vLLM was told to go on, on the new weights with keys and values of the old ones."""
+    monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 60.0)
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    api.resets = False
+    for op, request in (
+        (EngineOp.COMMIT, CommitRequest(session="s")),
+        (EngineOp.ABORT, AbortRequest(session="s", reason="its cache")),
+    ):
+        with pytest.raises(EngineError, match="could not drop its prefix cache"):
+            handle.call(op, request, timeout_s=5)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise EngineError("500")
+
+    api.pause = fails  # type: ignore[method-assign]
+    begun(handle, "t", paused=False)
+    api.resumed.clear()
+    with pytest.raises(EngineError, match="500"):
+        handle.call(EngineOp.PAUSE, PauseRequest(session="t", timeout_s=1.0, lease_s=5.0), timeout_s=5)
+    assert not api.resumed.is_set()
+    assert api.paused
+    api.resets = True
+    handle.call(EngineOp.ABORT, AbortRequest(session="t", reason="no pause"), timeout_s=5)
+    assert not api.paused
 
 
 def test_a_late_pause_of_who_was_superseded_is_left_to_who_took_over() -> None:
