@@ -176,7 +176,7 @@ class SGLangEngine(SteppedEngine):
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
         with self._log.phase("pause"):
-            self._paused_by, self._checksum = request.session, None
+            self._paused_by, self._checksum, self._before = request.session, None, self._called
             self._before = self._look(deadline).weight_version
             try:
                 self._api.pause(self._pause_mode, timeout_s=min(request.timeout_s, deadline.check("answer")))

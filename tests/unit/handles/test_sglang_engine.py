@@ -28,7 +28,15 @@ from weightsync.transfer.base import WeightTransferStrategy
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
 from weightsync.transfer.registry import strategy_named
 from weightsync.transfer.sglang import SGLangTransferStrategy
-from weightsync.types import AbortRequest, BroadcastWeightUpdateRequest, Deadline, DescribeRequest, EngineOp, Version
+from weightsync.types import (
+    AbortRequest,
+    BroadcastWeightUpdateRequest,
+    Deadline,
+    DescribeRequest,
+    EngineOp,
+    PauseRequest,
+    Version,
+)
 
 PATH = (
     "/pause_generation", "/update_weight_version", "/begin_weight_update", "/update_weights_from_distributed",
@@ -214,6 +222,36 @@ def test_a_trainer_that_died_half_way_has_an_heir(server: SGLangServer, trainer:
         assert state(server) == ("retract", LOADING, False)
         assert heir.sync(6) == 6
         assert (held(server), state(server)) == (weights(6), (None, "next/6", False))
+
+
+def test_what_was_found_before_an_earlier_session_is_not_what_a_later_one_found(server: SGLangServer) -> None:
+    """Seen red, twice: a half-loaded server was told to go on, as "default", where the first look of the first sync
+    failed; and behind a sync that had healed it, a failed look had it called half-loaded."""
+    server.paused, server.weight_version = "retract", LOADING
+    with contextlib.closing(Trainer(server.url)) as trainer:
+        trainer.push.initialize()
+        look_fails(trainer.engine, server)
+        with pytest.raises(SyncFailedError):
+            trainer.sync(1)
+        assert state(server) == ("retract", LOADING, False), "it is half-loaded still"
+        assert trainer.sync(2) == 2
+        look_fails(trainer.engine, server)
+        with pytest.raises(SyncFailedError):
+            trainer.sync(3)
+        assert (held(server), state(server)) == (weights(2), (None, "run/2", False))
+        assert trainer.engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).serving
+
+
+def look_fails(engine: SGLangEngine, server: SGLangServer) -> None:
+    """The first look of the next pause, once."""
+    pause = engine._pause
+
+    def fails(request: PauseRequest, deadline: Deadline) -> None:
+        engine._pause = pause  # type: ignore[method-assign]
+        server.fail("/model_info", "error")
+        pause(request, deadline)
+
+    engine._pause = fails  # type: ignore[method-assign]
 
 
 def test_a_pause_that_a_dead_trainer_left_ends_where_the_weights_are_whole(server: SGLangServer) -> None:
