@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.unit.handles.sglang_kit import NAMES, SHAPE, weights, write_checkpoin
 from weightsync.control.methods.push import PushMethod
 from weightsync.errors import ConfigError, DeadlineExceededError, SyncFailedError, UnsupportedError, WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles.fanout import in_thread
 from weightsync.handles.sglang import LOADING, SGLangApi, SGLangEngine
 from weightsync.handles.sglang_loads import is_dense
 from weightsync.trainer.push import PushSync
@@ -222,6 +224,45 @@ def test_a_trainer_that_died_half_way_has_an_heir(server: SGLangServer, trainer:
         assert state(server) == ("retract", LOADING, False)
         assert heir.sync(6) == 6
         assert (held(server), state(server)) == (weights(6), (None, "next/6", False))
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["gives up", "waits"])
+@pytest.mark.parametrize("step", ["set_version", "begin_update"])
+def test_an_abort_that_comes_while_a_paused_server_is_made_ready_leaves_nothing(
+    server: SGLangServer, trainer: Trainer, step: str, waits: bool
+) -> None:
+    """As where another engine has refused the sync. Seen red: a bracket was opened behind the abort's look, on a server
+    that went on under the name of its version; or it went on under the name of a load."""
+    assert trainer.sync(1) == 1
+    engine, api, aborts = trainer.engine, trainer.engine._api, []
+    call, end, ended = getattr(api, step), engine._session.end, threading.Event()
+
+    def ends(*args: Any, **options: Any) -> bool:
+        try:
+            return end(*args, **options)
+        finally:
+            ended.set()
+
+    def late(*args: Any, **options: Any) -> None:
+        setattr(api, step, call)
+        engine._session.end = ends  # type: ignore[method-assign]
+        request = AbortRequest(session=str(engine._paused_by), reason="enough")
+        timeout_s = 10.0 if waits else 0.2
+        aborts.append(in_thread(lambda: engine.call(EngineOp.ABORT, request, timeout_s=timeout_s), name="abort"))
+        assert ended.wait(5)
+        if not waits:
+            aborts[0].exception(5)
+        call(*args, **options)
+
+    setattr(api, step, late)
+    with pytest.raises(SyncFailedError, match="was aborted"):
+        trainer.sync(2)
+    gave_up = aborts[0].exception(5)
+    assert (held(server), state(server)) == (weights(1), (None, "run/1", False))
+    assert waits is (gave_up is None)
+    assert waits or "took longer than 0.2 s" in str(gave_up)
+    assert trainer.sync(3) == 3
+    assert (held(server), state(server)) == (weights(3), (None, "run/3", False))
 
 
 def test_what_was_found_before_an_earlier_session_is_not_what_a_later_one_found(server: SGLangServer) -> None:
