@@ -148,10 +148,14 @@ class SGLangEngine(SteppedEngine):
         self._count_workers(deadline)
         self._group = None
         load.join(self._world_size, deadline)
-        self._look(deadline)
-        if self._whole:
-            self._api.resume(timeout_s=deadline.check("answer"))
-            self._paused_by = None
+        try:
+            self._look(deadline)
+            if self._whole:
+                self._api.resume(timeout_s=deadline.check("answer"))
+                self._paused_by = None
+        except WeightSyncError:
+            load.leave(Deadline(_CLOSE_S))
+            raise
         self._group, self._run_id = load.name, request.run_id
         former, self._load = self._load, load
         if former is not None:
@@ -259,6 +263,9 @@ class SGLangEngine(SteppedEngine):
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
         if self._session.end(TransferAbortedError(f"aborted: {request.reason}"), name=request.session):
             self._group = None  # a worker may sit in a broadcast still: the next sync builds another
+        if self._load is not None and self._load.name == request.session:  # its trainer has ended
+            load, self._load, self._group = self._load, None, None
+            load.leave(deadline)
         if self._paused_by == request.session:
             with self._alone(deadline):
                 self._take_back(request, deadline)

@@ -102,7 +102,7 @@ class SGLangLoad(abc.ABC):
         """Gets ready, once."""
 
     def leave(self, deadline: Deadline) -> None:
-        """Another init took over."""
+        """Another init took over, or its trainer has ended."""
         if self._folder is not None:
             self._folder.close()
             self._folder = None

@@ -323,6 +323,29 @@ def test_a_pause_that_comes_behind_the_resume_of_its_abort_is_ended(
     assert trainer.sync(2) == 2
 
 
+def test_a_trainer_leaves_no_group_in_the_workers(server: SGLangServer, trainer: Trainer) -> None:
+    """Whether it ends in order, or its init fails behind the join. Seen red: one was left for each."""
+    assert trainer.sync(1) == 1
+    trainer.push.close()
+    assert server.groups == {}
+    assert server.called("/destroy_weights_update_group") == ["/destroy_weights_update_group"]
+    join = trainer.engine._api.init_group
+
+    def joins(*args: Any, **options: Any) -> None:
+        join(*args, **options)
+        server.fail("/model_info", "error")
+
+    trainer.engine._api.init_group = joins  # type: ignore[method-assign]
+    push = push_of(trainer.tensors, trainer.engine, run_id="next")
+    with contextlib.closing(push), pytest.raises(WeightSyncError, match="injected"):
+        push.initialize()
+    assert server.groups == {}
+    trainer.engine._api.init_group = join  # type: ignore[method-assign]
+    with contextlib.closing(push_of(trainer.tensors, trainer.engine, run_id="last")) as push:
+        push.initialize()
+        assert list(server.groups) == [trainer.group()]
+
+
 def test_a_server_that_was_started_again_is_joined_again(server: SGLangServer, trainer: Trainer) -> None:
     assert trainer.sync(1) == 1
     server.weight_version, server.groups = "default", {}

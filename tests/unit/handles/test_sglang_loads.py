@@ -275,6 +275,23 @@ def test_a_server_without_our_loader_is_not_sent_a_pickle(host_of: Callable[...,
     assert host.server.called("/pause_generation", "/update_weights_from_tensor") == []
 
 
+def test_an_init_that_fails_leaves_no_folder(host_of: Callable[..., Host], staging: Staging) -> None:
+    """Seen red: it stayed, as long as somebody looked at the error."""
+    host, before = host_of(load_by="tensor"), private_folders()
+    host.server.loaders = [LOADER]
+    look = host.engine._look
+
+    def fails(deadline: Deadline) -> Any:
+        if private_folders() != before:
+            raise EngineError("injected")
+        return look(deadline)
+
+    host.engine._look = fails  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="injected"):
+        host.load(staging.staged(1))
+    assert private_folders() == before
+
+
 def test_workers_elsewhere_leave_no_answer(host_of: Callable[..., Host], staging: Staging) -> None:
     host = host_of(load_by="tensor")
     host.server.loaders = [LOADER]
