@@ -492,6 +492,26 @@ def test_it_goes_on_though_it_does_not_say_how_much_it_has_written() -> None:
     assert not api.paused
 
 
+def test_a_look_that_a_commit_has_overtaken_changes_nothing_that_is_known() -> None:
+    """Another thread's describe. Seen red: a changed version was not resumed, since its session "has the engine"."""
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    handle._patches = True  # then the resume goes by what the workers said to the commit
+    init_engine = api.init_engine
+
+    def overtaken(info: dict[str, Any], **_: Any) -> None:
+        api.init_engine = init_engine  # type: ignore[method-assign]
+        told = msgspec.structs.replace(api.state, unprovable="news")
+        handle.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+        raise other_state(told)
+
+    api.init_engine = overtaken  # type: ignore[method-assign]
+    assert handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).version == VERSION
+    handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5)
+    assert not api.paused
+
+
 def test_a_pause_of_who_took_over_behind_the_commit_is_not_lifted() -> None:
     api, handle = committed()
     api.state = VllmState(run_id="other", group="h", session="t", healthy=True)
