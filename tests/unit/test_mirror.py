@@ -63,7 +63,6 @@ ELSEWHERE = {
     "engine/vllm/lora_worker": "engines/test_lora_vllm.py",
     "handles/lora_messages": "unit/engine/vllm/test_lora_middleware.py",
     "handles/lora_engine": "unit/handles/test_vllm_lora.py",
-    "handles/two_kinds": "engines/test_lora_vllm.py",
     "engine/sglang_lora/calls": "unit/engine/sglang_lora/test_middleware.py",
     "demo/lora_sglang": "engines/test_demo_lora_sglang.py",
     "demo/lora_vllm": "engines/test_demo_lora_vllm.py",
