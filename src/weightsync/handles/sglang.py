@@ -21,12 +21,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import threading
+from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
 from weightsync.errors import (
     ConfigError,
+    DeadlineExceededError,
     DigestMismatchError,
     EngineError,
     EngineUnreachableError,
@@ -123,6 +126,7 @@ class SGLangEngine(SteppedEngine):
         self._before: str | None = None  # the same, before the session that is loading
         self._checksum: str | None = None  # of what was loaded last
         self._digest: tuple[str, str | None] | None = None  # the same: its version, and the publication's digest
+        self._turning = threading.RLock()  # held while a session is paused for, or taken back
 
     def close(self) -> None:
         if isinstance(self._load, (FileLoad, MappedLoad)):
@@ -144,10 +148,14 @@ class SGLangEngine(SteppedEngine):
         self._count_workers(deadline)
         self._group = None
         load.join(self._world_size, deadline)
-        self._look(deadline)
-        if self._whole:
-            self._api.resume(timeout_s=deadline.check("answer"))
-            self._paused_by = None
+        try:
+            self._look(deadline)
+            if self._whole:
+                self._api.resume(timeout_s=deadline.check("answer"))
+                self._paused_by = None
+        except WeightSyncError:
+            load.leave(Deadline(_CLOSE_S))
+            raise
         self._group, self._run_id = load.name, request.run_id
         former, self._load = self._load, load
         if former is not None:
@@ -175,25 +183,36 @@ class SGLangEngine(SteppedEngine):
         self._begun = request
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
-        with self._log.phase("pause"):
-            self._paused_by, self._checksum = request.session, None
-            self._before = self._look(deadline).weight_version
+        with self._alone(deadline), self._log.phase("pause"):
+            self._session.turns(request.session)
+            self._paused_by, self._checksum, self._before = request.session, None, self._called
             try:
+                self._before = self._look(deadline).weight_version
                 self._api.pause(self._pause_mode, timeout_s=min(request.timeout_s, deadline.check("answer")))
                 self._session.turns(request.session)
+                self._name(LOADING, deadline)
+                self._way.open(self._open_request, deadline)
+                self._session.turns(request.session)
             except WeightSyncError:
-                self._end_late_pause(request.session, Deadline(max(1.0, deadline.remaining_s)))
+                if not self._session.has(request.session):  # its abort could not wait, or had nothing yet to take back
+                    self._paused_by = request.session
+                    late = AbortRequest(session=request.session, reason="its pause came too late")
+                    with contextlib.suppress(WeightSyncError):
+                        self._take_back(late, Deadline(max(1.0, deadline.remaining_s)))
                 raise
-            self._name(LOADING, deadline)
-            self._way.open(self._open_request, deadline)
 
-    def _end_late_pause(self, session: str, deadline: Deadline) -> None:
-        """Where its abort was before it, whose resume may have come first."""
-        if self._session.has(session) or self._paused_by not in (None, session) or self._before == LOADING:
-            return
-        with contextlib.suppress(WeightSyncError):
-            self._api.resume(timeout_s=deadline.check("answer"))
-            self._paused_by = None
+    @contextlib.contextmanager
+    def _alone(self, deadline: Deadline) -> Iterator[None]:
+        """No session is paused for, or taken back, while another one is."""
+        if not self._turning.acquire(timeout=deadline.check("answer")):
+            raise DeadlineExceededError(
+                f"a pause of this engine, or its end, took longer than {deadline.said}",
+                state_left="as that leaves it: a pause whose session was aborted is taken back when it has answered",
+            )
+        try:
+            yield
+        finally:
+            self._turning.release()
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
         if self._paused_by != update.session:
@@ -244,6 +263,15 @@ class SGLangEngine(SteppedEngine):
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
         if self._session.end(TransferAbortedError(f"aborted: {request.reason}"), name=request.session):
             self._group = None  # a worker may sit in a broadcast still: the next sync builds another
+        if self._load is not None and self._load.name == request.session:  # its trainer has ended
+            load, self._load, self._group = self._load, None, None
+            load.leave(deadline)
+        if self._paused_by == request.session:
+            with self._alone(deadline):
+                self._take_back(request, deadline)
+
+    def _take_back(self, request: AbortRequest, deadline: Deadline) -> None:
+        """Ends what a session has done to the server."""
         if self._paused_by != request.session:
             return
         if self._called == LOADING and self._load is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import os
 from typing import Any
 
@@ -101,7 +102,7 @@ class SGLangLoad(abc.ABC):
         """Gets ready, once."""
 
     def leave(self, deadline: Deadline) -> None:
-        """Another init took over."""
+        """Another init took over, or its trainer has ended."""
         if self._folder is not None:
             self._folder.close()
             self._folder = None
@@ -249,7 +250,7 @@ class MappedLoad(SGLangLoad):
     def __init__(self, api: SGLangApi, *, clear: bool, request: InitRequest) -> None:
         super().__init__(api, clear=clear, request=request)
         self.takes_patches = False
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._world_size = 1
 
     def join(self, world_size: int, deadline: Deadline) -> None:
@@ -300,9 +301,9 @@ class MappedLoad(SGLangLoad):
             EngineError: not every worker has answered.
         """
         assert self._folder is not None
-        self._number += 1
+        number = next(self._numbers)  # an abort takes one while a chunk's is under way
         step = WorkerStep(
-            number=self._number,
+            number=number,
             folder=os.path.basename(self._folder.path),
             tp_size=self._world_size,
             op=op,
@@ -314,7 +315,10 @@ class MappedLoad(SGLangLoad):
             flush_cache=flush,
         )
         self._api.update_from_tensor(message, timeout_s=deadline.check(f"time to {op}"))
-        answers = [self._answer(self._folder.path, rank) for rank in range(self._world_size)]
+        answers = [
+            self._answer(f"{self._folder.path}/{StepAnswer.file(number, rank)}", rank)
+            for rank in range(self._world_size)
+        ]
         for rank, answer in enumerate(answers):
             if answer.error is not None:
                 error = error_from_dict(answer.error)
@@ -322,8 +326,7 @@ class MappedLoad(SGLangLoad):
                 raise error
         return answers
 
-    def _answer(self, folder: str, rank: int) -> StepAnswer:
-        path = f"{folder}/{StepAnswer.file(self._number, rank)}"
+    def _answer(self, path: str, rank: int) -> StepAnswer:
         try:
             with open(path, "rb") as file:
                 said = file.read()

@@ -79,7 +79,8 @@ class TwoKinds(SteppedEngine):
             if any(each.model_id == request.model_id for each in self._adapters.state(deadline).adapters):
                 self._has = "lora"
                 self._lora.of_model(request.model_id)
-                return self._lora.call(EngineOp.DESCRIBE, request, timeout_s=deadline.check("answer"))
+        if self._has == "lora":  # and where that fails, nobody hears of the base instead
+            return self._lora.call(EngineOp.DESCRIBE, request, timeout_s=deadline.check("answer"))
         reply = super().call(EngineOp.DESCRIBE, request, timeout_s=deadline.check("answer"))
         return msgspec.structs.replace(reply, artifacts=("model", "lora"))
 

@@ -178,31 +178,28 @@ class VllmEngine(SteppedEngine):
 
     def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
         with self._unmended(deadline.check("answer")):
-            self._begin_now(request, deadline)
-
-    def _begin_now(self, request: BeginRequest, deadline: Deadline) -> None:
-        state = self._look(deadline)
-        if state.session is not None:
-            raise SyncInProgressError(f"session {state.session} is open", version=str(request.manifest.version))
-        if state.writes_live != self._in_place:
-            raise StateError(
-                f"the engine loads {'in place' if state.writes_live else 'beside live weights'}, in another way than "
-                "this handle asked for: join again",
-                version=str(request.manifest.version),
-                state_left="nothing was changed",
-            )
-        self._end_update(state, deadline)
-        self._start_update(deadline)
-        try:
-            self._send_update(VllmUpdateMessage(begin=request), deadline)
-            self._believe(session=request.session)
-            self._digest, self._patches = request.manifest.model_digest, request.base is not None
-        except WeightSyncError:
-            with contextlib.suppress(WeightSyncError):
-                self._end_update(self._look(deadline), deadline)
-            raise
-        self._session.end(TransferAbortedError("the engine has none open"))
-        self._session.start(request.session, request.manifest.version)
+            state = self._look(deadline)
+            if state.session is not None:
+                raise SyncInProgressError(f"session {state.session} is open", version=str(request.manifest.version))
+            if state.writes_live != self._in_place:
+                raise StateError(
+                    f"the engine loads {'in place' if state.writes_live else 'beside live weights'}, in another way "
+                    "than this handle asked for: join again",
+                    version=str(request.manifest.version),
+                    state_left="nothing was changed",
+                )
+            self._end_update(state, deadline)
+            self._start_update(deadline)
+            try:
+                self._send_update(VllmUpdateMessage(begin=request), deadline)
+                self._believe(session=request.session)
+                self._digest, self._patches = request.manifest.model_digest, request.base is not None
+            except WeightSyncError:
+                with contextlib.suppress(WeightSyncError):
+                    self._end_update(self._look(deadline), deadline)
+                raise
+            self._session.end(TransferAbortedError("the engine has none open"))
+            self._session.start(request.session, request.manifest.version)
 
     def _update(self, update: AnyUpdateRequest, deadline: Deadline) -> None:
         if self._in_place and update.seq == 0 and not self._api.is_paused(timeout_s=deadline.check("answer")):
@@ -238,8 +235,7 @@ class VllmEngine(SteppedEngine):
                 with contextlib.suppress(WeightSyncError):
                     patience = Deadline(max(1.0, deadline.remaining_s))
                     if self._is_ours(self._look(patience), request.session):
-                        self._api.resume(timeout_s=patience.check("answer"))
-                        self._paused_by = None
+                        self._go_on(patience)
                 if isinstance(error, DeadlineExceededError):
                     raise DeadlineExceededError(
                         f"vLLM did not stand still within {patience_s:g} s (pause_mode {self._pause_mode}): raise "
@@ -349,7 +345,9 @@ class VllmEngine(SteppedEngine):
                 raise EngineError(f"the engine told an odd state: {odd}", peer=self._engine_id) from odd
             if told is None:
                 raise
-            self._state = expected = told
+            if self._state is expected:  # else a step has changed it meanwhile, and this may be older
+                self._state = told
+            expected = told
         self._note_audits(expected)
         return expected
 

@@ -142,32 +142,90 @@ class VllmHttpApi(JsonClient):
         return error_of(text, f"{self.name} answered {path} with status {status}", peer=self.name)
 
 
+class LlmLock:
+    """Who uses an `LLM`: one thread at a time, which may enter it again, or one call. Calls go first, and behind one
+    that has paused the `LLM` only calls get it: what is generated meanwhile would never end.
+
+    Attributes:
+        paused: whether a call has paused the `LLM`. Set by whoever has the lock.
+    """
+
+    def __init__(self) -> None:
+        self.paused = False
+        self._changed = threading.Condition()
+        self._user: int | None = None  # the thread that has it
+        self._depth = 0  # how often it has entered
+        self._called = False  # a call has it
+        self._waiting = 0  # calls that want it
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: self._user == thread or not (self._is_taken or self._waiting or self.paused))
+            self._user = thread
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._depth -= 1
+            if not self._depth:
+                self._user = None
+                self._changed.notify_all()
+
+    def take(self, timeout_s: float) -> bool:
+        """Whether a call has got it in time; `give_back` ends that, in any thread."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                taken = self._changed.wait_for(lambda: not self._is_taken, timeout_s)
+                self._called |= taken
+                return taken
+            finally:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    def give_back(self) -> None:
+        with self._changed:
+            self._called = False
+            self._changed.notify_all()
+
+    @property
+    def _is_taken(self) -> bool:
+        return self._user is not None or self._called
+
+
 class OfflineVllmApi:
     """A `vllm.LLM` of this process, with the calls of `VllmHttpApi`, made one at a time, each in a thread of its own.
 
     vLLM's `LLM` is not made for several threads: call `generate` with `lock` held where a sync may run, or where a
-    rollout service has the engine, which looks at it now and then. So nothing generates during a sync, and every pause
-    mode means the same.
+    rollout service has the engine, which looks at it now and then. So nothing generates during a call or between a
+    pause and its resume, and every pause mode means the same. Who holds it keeps a sync waiting: hold it for one
+    `generate`.
 
     Args:
         llm: made with `weight_transfer_config={"backend": "weightsync"}`.
         name: for messages.
 
     Attributes:
-        lock: held by every call.
+        lock: held by every call; `with lock` waits for the end of a pause, too.
     """
 
     def __init__(self, llm: Any, *, name: str = "vllm-offline") -> None:
         self._llm = llm
         self.name = name
-        self.lock = threading.RLock()
+        self.lock = LlmLock()
 
     def world_size(self, *, timeout_s: float) -> int:
         parallel = self._llm.llm_engine.vllm_config.parallel_config
         return int(getattr(parallel, "world_size_across_dp", parallel.world_size))
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        return bool(self._call("is_sleeping", lambda: self._llm.llm_engine.is_sleeping(), timeout_s))
+        def is_sleeping() -> bool:
+            sleeping = bool(self._llm.llm_engine.is_sleeping())
+            self.lock.paused &= sleeping  # somebody may have woken it up
+            return sleeping
+
+        return self._call("is_sleeping", is_sleeping, timeout_s)
 
     def weight_version(self, *, timeout_s: float) -> str | None:
         if not hasattr(self._llm, "get_weight_version"):
@@ -193,10 +251,21 @@ class OfflineVllmApi:
     def pause(self, mode: str, *, clear_cache: bool, timeout_s: float) -> None:
         """Stops scheduling (vLLM's sleep at level 0). What was enqueued and not stepped stays, but under "abort"."""
         kept = "abort" if mode == "abort" else "keep"  # a wait would need somebody who steps the engine
-        self._call("sleep", lambda: self._llm.sleep(level=0, mode=kept), timeout_s)
+
+        def sleep() -> None:
+            try:
+                self._llm.sleep(level=0, mode=kept)
+            finally:  # it may fail half-way
+                self.lock.paused = bool(self._llm.llm_engine.is_sleeping())
+
+        self._call("sleep", sleep, timeout_s)
 
     def resume(self, *, timeout_s: float) -> None:
-        self._call("wake_up", lambda: self._llm.wake_up(tags=["scheduling"]), timeout_s)
+        def wake_up() -> None:
+            self._llm.wake_up(tags=["scheduling"])
+            self.lock.paused = False
+
+        self._call("wake_up", wake_up, timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> bool:
         def reset() -> bool:
@@ -208,13 +277,15 @@ class OfflineVllmApi:
         """Does nothing: the `LLM` is the caller's."""
 
     def _call(self, what: str, function: Callable[[], _T], timeout_s: float) -> _T:
-        def locked() -> _T:
-            with self.lock:
-                return function()
-
-        call = in_thread(locked, name=f"weightsync-{what}")
+        deadline = Deadline(timeout_s)
+        if not self.lock.take(timeout_s):
+            raise DeadlineExceededError(
+                f"{self.name} was in use: {what} did not get its lock within {in_seconds(timeout_s)}", peer=self.name
+            )
+        call = in_thread(function, name=f"weightsync-{what}")
+        call.add_done_callback(lambda _: self.lock.give_back())
         try:
-            return call.result(timeout_s)
+            return call.result(deadline.remaining_s)
         except TimeoutError as error:
             if call.done():  # vLLM's own
                 raise error_of(str(error), f"{what} failed", peer=self.name) from error

@@ -65,6 +65,7 @@ class PrivateFolder(Closing):
 
     def _own(self, path: str, lock_fd: int) -> None:
         self.path, self._lock_fd = path, lock_fd
+        self._let_go = weakref.finalize(self, os.close, lock_fd)  # the first one made runs last
         self._remove_at_exit = weakref.finalize(self, _remove, self.path, os.getpid())
         closed_in_children(self, PrivateFolder._forget)
 
@@ -86,9 +87,8 @@ class PrivateFolder(Closing):
 
     def _forget(self) -> None:
         """The lock must end with the owner, and not with a forked child."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        self._lock_fd = -1
+        self._let_go()
 
 
 def check_private(name: str) -> str:

@@ -78,6 +78,7 @@ class ServingLease:
             try:
                 self._take_over()
             except BaseException:
+                self._closed = True
                 os.close(self._file)
                 raise
         except OSError as error:
@@ -86,6 +87,7 @@ class ServingLease:
             raise SharedMemoryError(f"the lease file {path} can't be made: {why}") from error
 
     def _take_over(self) -> None:
+        closed_in_children(self, ServingLease._forget)  # before it is locked
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -104,7 +106,6 @@ class ServingLease:
             until = hold = seen = 0.0
             _write(self._file, 0, _FORM.pack(_MAGIC, until, hold, seen, mark))
         self._words = {_UNTIL: until, _HOLD: hold, _SEEN: seen}
-        closed_in_children(self, ServingLease._forget)
 
     def renew(self, until_s: float, *, seen_s: float | None = None) -> None:
         """Engines may answer until then, by `boot_s`. A lease is never cut short by this, nor a hold ended.

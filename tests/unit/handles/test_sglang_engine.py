@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.unit.handles.sglang_kit import NAMES, SHAPE, weights, write_checkpoin
 from weightsync.control.methods.push import PushMethod
 from weightsync.errors import ConfigError, DeadlineExceededError, SyncFailedError, UnsupportedError, WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles.fanout import in_thread
 from weightsync.handles.sglang import LOADING, SGLangApi, SGLangEngine
 from weightsync.handles.sglang_loads import is_dense
 from weightsync.trainer.push import PushSync
@@ -28,7 +30,15 @@ from weightsync.transfer.base import WeightTransferStrategy
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
 from weightsync.transfer.registry import strategy_named
 from weightsync.transfer.sglang import SGLangTransferStrategy
-from weightsync.types import AbortRequest, BroadcastWeightUpdateRequest, Deadline, DescribeRequest, EngineOp, Version
+from weightsync.types import (
+    AbortRequest,
+    BroadcastWeightUpdateRequest,
+    Deadline,
+    DescribeRequest,
+    EngineOp,
+    PauseRequest,
+    Version,
+)
 
 PATH = (
     "/pause_generation", "/update_weight_version", "/begin_weight_update", "/update_weights_from_distributed",
@@ -216,6 +226,75 @@ def test_a_trainer_that_died_half_way_has_an_heir(server: SGLangServer, trainer:
         assert (held(server), state(server)) == (weights(6), (None, "next/6", False))
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["gives up", "waits"])
+@pytest.mark.parametrize("step", ["set_version", "begin_update"])
+def test_an_abort_that_comes_while_a_paused_server_is_made_ready_leaves_nothing(
+    server: SGLangServer, trainer: Trainer, step: str, waits: bool
+) -> None:
+    """As where another engine has refused the sync. Seen red: a bracket was opened behind the abort's look, on a server
+    that went on under the name of its version; or it went on under the name of a load."""
+    assert trainer.sync(1) == 1
+    engine, api, aborts = trainer.engine, trainer.engine._api, []
+    call, end, ended = getattr(api, step), engine._session.end, threading.Event()
+
+    def ends(*args: Any, **options: Any) -> bool:
+        try:
+            return end(*args, **options)
+        finally:
+            ended.set()
+
+    def late(*args: Any, **options: Any) -> None:
+        setattr(api, step, call)
+        engine._session.end = ends  # type: ignore[method-assign]
+        request = AbortRequest(session=str(engine._paused_by), reason="enough")
+        timeout_s = 10.0 if waits else 0.2
+        aborts.append(in_thread(lambda: engine.call(EngineOp.ABORT, request, timeout_s=timeout_s), name="abort"))
+        assert ended.wait(5)
+        if not waits:
+            aborts[0].exception(5)
+        call(*args, **options)
+
+    setattr(api, step, late)
+    with pytest.raises(SyncFailedError, match="was aborted"):
+        trainer.sync(2)
+    gave_up = aborts[0].exception(5)
+    assert (held(server), state(server)) == (weights(1), (None, "run/1", False))
+    assert waits is (gave_up is None)
+    assert waits or "took longer than 0.2 s" in str(gave_up)
+    assert trainer.sync(3) == 3
+    assert (held(server), state(server)) == (weights(3), (None, "run/3", False))
+
+
+def test_what_was_found_before_an_earlier_session_is_not_what_a_later_one_found(server: SGLangServer) -> None:
+    """Seen red, twice: a half-loaded server was told to go on, as "default", where the first look of the first sync
+    failed; and behind a sync that had healed it, a failed look had it called half-loaded."""
+    server.paused, server.weight_version = "retract", LOADING
+    with contextlib.closing(Trainer(server.url)) as trainer:
+        trainer.push.initialize()
+        look_fails(trainer.engine, server)
+        with pytest.raises(SyncFailedError):
+            trainer.sync(1)
+        assert state(server) == ("retract", LOADING, False), "it is half-loaded still"
+        assert trainer.sync(2) == 2
+        look_fails(trainer.engine, server)
+        with pytest.raises(SyncFailedError):
+            trainer.sync(3)
+        assert (held(server), state(server)) == (weights(2), (None, "run/2", False))
+        assert trainer.engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).serving
+
+
+def look_fails(engine: SGLangEngine, server: SGLangServer) -> None:
+    """The first look of the next pause, once."""
+    pause = engine._pause
+
+    def fails(request: PauseRequest, deadline: Deadline) -> None:
+        engine._pause = pause  # type: ignore[method-assign]
+        server.fail("/model_info", "error")
+        pause(request, deadline)
+
+    engine._pause = fails  # type: ignore[method-assign]
+
+
 def test_a_pause_that_a_dead_trainer_left_ends_where_the_weights_are_whole(server: SGLangServer) -> None:
     server.paused = "retract"
     with contextlib.closing(Trainer(server.url)) as heir:
@@ -242,6 +321,29 @@ def test_a_pause_that_comes_behind_the_resume_of_its_abort_is_ended(
     assert state(server) == (None, "default", False)
     engine._api.pause = pause  # type: ignore[method-assign]
     assert trainer.sync(2) == 2
+
+
+def test_a_trainer_leaves_no_group_in_the_workers(server: SGLangServer, trainer: Trainer) -> None:
+    """Whether it ends in order, or its init fails behind the join. Seen red: one was left for each."""
+    assert trainer.sync(1) == 1
+    trainer.push.close()
+    assert server.groups == {}
+    assert server.called("/destroy_weights_update_group") == ["/destroy_weights_update_group"]
+    join = trainer.engine._api.init_group
+
+    def joins(*args: Any, **options: Any) -> None:
+        join(*args, **options)
+        server.fail("/model_info", "error")
+
+    trainer.engine._api.init_group = joins  # type: ignore[method-assign]
+    push = push_of(trainer.tensors, trainer.engine, run_id="next")
+    with contextlib.closing(push), pytest.raises(WeightSyncError, match="injected"):
+        push.initialize()
+    assert server.groups == {}
+    trainer.engine._api.init_group = join  # type: ignore[method-assign]
+    with contextlib.closing(push_of(trainer.tensors, trainer.engine, run_id="last")) as push:
+        push.initialize()
+        assert list(server.groups) == [trainer.group()]
 
 
 def test_a_server_that_was_started_again_is_joined_again(server: SGLangServer, trainer: Trainer) -> None:

@@ -27,14 +27,24 @@ from weightsync.errors import EngineError, InvalidRequestError, ManifestMismatch
 from weightsync.handles.sglang import LOADING, SGLangEngine
 from weightsync.handles.sglang_api import SGLangApi
 from weightsync.handles.sglang_loads import MappedLoad
-from weightsync.handles.sglang_messages import LOADER, pickled_pair
+from weightsync.handles.sglang_messages import LOADER, WorkerStep, pickled_pair
 from weightsync.host.engine_update import EngineUpdate, LoadReport
 from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import Segment
 from weightsync.memory.folder import PREFIX, folder
+from weightsync.net.messages import decode
 from weightsync.plan.safetensors import plan_layout
 from weightsync.testing.contracts import bytes_of
-from weightsync.types import Deadline, DescribeRequest, EngineOp, EngineReply, Manifest, TensorSpec, Version
+from weightsync.types import (
+    AbortRequest,
+    Deadline,
+    DescribeRequest,
+    EngineOp,
+    EngineReply,
+    Manifest,
+    TensorSpec,
+    Version,
+)
 from weightsync.types.transfer_messages import Transport
 
 RUN = "run"
@@ -265,6 +275,23 @@ def test_a_server_without_our_loader_is_not_sent_a_pickle(host_of: Callable[...,
     assert host.server.called("/pause_generation", "/update_weights_from_tensor") == []
 
 
+def test_an_init_that_fails_leaves_no_folder(host_of: Callable[..., Host], staging: Staging) -> None:
+    """Seen red: it stayed, as long as somebody looked at the error."""
+    host, before = host_of(load_by="tensor"), private_folders()
+    host.server.loaders = [LOADER]
+    look = host.engine._look
+
+    def fails(deadline: Deadline) -> Any:
+        if private_folders() != before:
+            raise EngineError("injected")
+        return look(deadline)
+
+    host.engine._look = fails  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="injected"):
+        host.load(staging.staged(1))
+    assert private_folders() == before
+
+
 def test_workers_elsewhere_leave_no_answer(host_of: Callable[..., Host], staging: Staging) -> None:
     host = host_of(load_by="tensor")
     host.server.loaders = [LOADER]
@@ -331,6 +358,27 @@ def test_an_abort_that_fails_in_a_worker_still_ends_the_pause(
     bad = spoilt(staged_model(staging, 2), staging)
     with pytest.raises(WeightSyncError):
         host.load(bad)
+    assert host.state() == (None, f"{RUN}/1", False)
+
+
+def test_a_chunk_under_way_reads_its_own_answer_though_an_abort_comes(
+    host_of: Callable[..., Host], staging: Staging
+) -> None:
+    """Seen red: it looked for the answer to the abort's step, and its worker "left no answer"."""
+    host, worker = host_of(load_by="tensor"), Worker()
+    host.server.loaders, host.server.take = [LOADER], worker.take
+    host.load(staged_model(staging, 1))
+
+    def take(texts: Sequence[str]) -> None:
+        worker.take(texts)
+        ((_, told),) = pickle.loads(base64.b64decode(texts[0]))  # noqa: S301
+        if decode(told.numpy().tobytes(), WorkerStep, what="a step").op is EngineOp.UPDATE_WEIGHTS:
+            request = AbortRequest(session=str(host.engine._paused_by), reason="enough")
+            host.engine.call(EngineOp.ABORT, request, timeout_s=5)
+
+    host.server.take = take
+    with pytest.raises(WeightSyncError, match="was aborted"):
+        host.load(staged_model(staging, 2))
     assert host.state() == (None, f"{RUN}/1", False)
 
 

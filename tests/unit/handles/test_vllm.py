@@ -376,6 +376,7 @@ class Engine:
         self.state = VllmState()
         self.paused = False
         self.busy = False
+        self.resets = True  # whether it can drop its cache
         self.calls: list[str] = []
         self.resumed = threading.Event()
         self.meanwhile: dict[str, Any] = {}  # what changes while it reads
@@ -391,7 +392,7 @@ class Engine:
         return self.paused
 
     def reset_prefix_cache(self, **_: Any) -> bool:
-        return True
+        return self.resets
 
     def weight_version(self, **_: Any) -> str:
         return "default"
@@ -488,6 +489,26 @@ def test_it_goes_on_though_it_does_not_say_how_much_it_has_written() -> None:
     handle.call(EngineOp.COMMIT, CommitRequest(session="t"), timeout_s=5)
     api.busy = True
     assert handle.call(EngineOp.RESUME, ResumeRequest(session="t"), timeout_s=5).written is None
+    assert not api.paused
+
+
+def test_a_look_that_a_commit_has_overtaken_changes_nothing_that_is_known() -> None:
+    """Another thread's describe. Seen red: a changed version was not resumed, since its session "has the engine"."""
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    handle._patches = True  # then the resume goes by what the workers said to the commit
+    init_engine = api.init_engine
+
+    def overtaken(info: dict[str, Any], **_: Any) -> None:
+        api.init_engine = init_engine  # type: ignore[method-assign]
+        told = msgspec.structs.replace(api.state, unprovable="news")
+        handle.call(EngineOp.COMMIT, CommitRequest(session="s"), timeout_s=5)
+        raise other_state(told)
+
+    api.init_engine = overtaken  # type: ignore[method-assign]
+    assert handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5).version == VERSION
+    handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5)
     assert not api.paused
 
 
@@ -599,6 +620,36 @@ def test_a_pause_that_comes_behind_the_resume_of_its_abort_is_ended() -> None:
     api.pause = pause  # type: ignore[method-assign]
     begun(handle, "t")
     assert api.paused
+
+
+def test_a_pause_that_fails_does_not_let_go_on_with_the_cache_of_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds vLLM paused for a cache that an earlier commit could not drop, and fails for the same reason. Seen red:
+    vLLM was told to go on, on the new weights with keys and values of the old ones."""
+    monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 60.0)
+    api = Engine()
+    handle = joined(api, "run")
+    begun(handle, "s")
+    api.resets = False
+    for op, request in (
+        (EngineOp.COMMIT, CommitRequest(session="s")),
+        (EngineOp.ABORT, AbortRequest(session="s", reason="its cache")),
+    ):
+        with pytest.raises(EngineError, match="could not drop its prefix cache"):
+            handle.call(op, request, timeout_s=5)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise EngineError("500")
+
+    api.pause = fails  # type: ignore[method-assign]
+    begun(handle, "t", paused=False)
+    api.resumed.clear()
+    with pytest.raises(EngineError, match="500"):
+        handle.call(EngineOp.PAUSE, PauseRequest(session="t", timeout_s=1.0, lease_s=5.0), timeout_s=5)
+    assert not api.resumed.is_set()
+    assert api.paused
+    api.resets = True
+    handle.call(EngineOp.ABORT, AbortRequest(session="t", reason="no pause"), timeout_s=5)
+    assert not api.paused
 
 
 def test_a_late_pause_of_who_was_superseded_is_left_to_who_took_over() -> None:

@@ -63,6 +63,15 @@ def test_it_goes_with_a_folder_that_somebody_made_in_it(tmp_path: Path) -> None:
     assert (tmp_path / "kept").exists()
 
 
+def test_one_that_nobody_has_any_more_goes_with_its_descriptor() -> None:
+    """Seen red: it was removed, and the descriptor with its lock stayed."""
+    before = os.listdir("/proc/self/fd")
+    path = PrivateFolder().path
+    gc.collect()
+    assert not os.path.exists(path)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_it_goes_when_its_owner_ends_without_a_word(owner: subprocess.Popen[str]) -> None:
     with owner:
         path = path_of(owner)
@@ -96,10 +105,9 @@ def test_a_forked_child_neither_keeps_nor_removes_it(owner: subprocess.Popen[str
         assert os.read(ready, 1) == b"x"
         path = folder.path
         assert os.path.isdir(path)
-        os.close(folder._lock_fd)  # as if this process had been killed: the child's copy must not hold the lock
+        folder._forget()  # as if this process had been killed: the child's copy must not hold the lock
         reclaim_dead()
         assert not os.path.exists(path)
-        folder._lock_fd = -1
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -17,7 +17,7 @@ import pytest
 
 from weightsync.errors import SharedMemoryError
 from weightsync.handles.fanout import in_thread
-from weightsync.memory import LeaseReader, ServingLease, boot_s
+from weightsync.memory import LeaseReader, ServingLease, boot_s, serving
 
 LONG_S = 20.0
 
@@ -33,6 +33,36 @@ def test_nothing_is_lent_at_first(lease: ServingLease) -> None:
     assert "holds no lease" in str(reader.refusal())
     assert not reader.held
     assert lease.left_s == 0.0
+
+
+def test_a_child_that_is_forked_while_a_lease_is_taken_has_no_part_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: the file stayed locked as long as the child lived, and its service could not start again."""
+    path, read, children = str(tmp_path / "lease"), serving._read, []
+    ready, far = os.pipe()
+
+    def forks(file: int) -> object:
+        monkeypatch.setattr(serving, "_read", read)
+        if (child := os.fork()) == 0:
+            try:
+                os.write(far, b"x")
+                signal.pause()
+            finally:
+                os._exit(0)
+        children.append(child)
+        assert os.read(ready, 1) == b"x"
+        return read(file)
+
+    monkeypatch.setattr(serving, "_read", forks)
+    ServingLease(path).close()
+    try:
+        ServingLease(path).close()
+    finally:
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
+        os.close(ready)
+        os.close(far)
 
 
 def test_a_lease_is_never_cut_short_by_another(lease: ServingLease) -> None:
