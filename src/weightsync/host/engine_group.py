@@ -220,7 +220,7 @@ class EngineGroup(ServedVersions):
                     error = wrong[engine.name] = DigestMismatchError(
                         OTHER_CHECKSUM, peer=engine.name, version=str(version)
                     )
-                    engine.served, engine.silence = None, words(error)
+                    engine.served, engine.silence, engine.unequal = None, words(error), version
         for each in wrong.values():
             self._metrics.observe_failure(each)
         if wrong:
@@ -257,7 +257,7 @@ class EngineGroup(ServedVersions):
             if engine.num_loads == load.number:
                 engine.num_loads += 1
                 engine.served, engine.seen_s, engine.unprovable = report.version, load.began_s, report.unprovable
-                engine.checksum = report.checksum
+                engine.checksum, engine.unequal = report.checksum, None
                 engine.silence, engine.unreachable, engine.load = None, False, None
                 engine.logged = None
         self._tell_changed()
@@ -297,7 +297,7 @@ class EngineGroup(ServedVersions):
             if asked[engine.name].asked_s >= failed_s:
                 reply = replies.get(engine.name)
                 with self._lock:
-                    return self._known(reply) if reply is not None and reply.serving else None
+                    return self._known(engine, reply) if reply is not None and reply.serving else None
         return None
 
 

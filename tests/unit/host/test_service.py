@@ -366,6 +366,29 @@ def test_a_trainer_that_has_ended_is_no_crash_when_an_engine_needs_its_version_a
     assert (world.status.sender_errors, world.status.ended) == ({}, (OLD,))
 
 
+def test_an_engine_with_another_checksum_is_loaded_until_it_agrees(world: World) -> None:
+    """Seen red: its own word for the version counted half a second later. It was loaded no more, and the next
+    notification was a success."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b", "c")
+    odd = world.engines["c"]
+    for engine in world.engines.values():
+        engine.checksum = "1:good"
+    odd.checksum = "1:odd"
+    world.agents[OLD].number = 2
+    for _ in range(2):
+        with pytest.raises(SyncFailedError, match="c: DigestMismatchError"):
+            world.notify(OLD, "r1", 2)
+    wait_until(lambda: odd.calls.count(EngineOp.COMMIT) >= 4, "it is loaded again")
+    wait_until(lambda: world.status.engines == {"a": "r1/2", "b": "r1/2", "c": None}, "it counts as serving nothing")
+    assert "DigestMismatchError" in world.status.errors["c"]
+    assert world.serves("c", "r1/2"), "whatever it says itself"
+    odd.checksum = "1:good"
+    wait_until(lambda: world.status.errors == {}, "it agrees")
+    assert world.status.engines == dict.fromkeys("abc", "r1/2")
+    assert world.engines["a"].calls.count(EngineOp.COMMIT) == 2
+
+
 def test_engines_are_looked_at_while_a_version_does_not_come(world: World) -> None:
     world.agents = {OLD: Agent("r1", 1)}
     world.serve("a", patience_s=20.0)
