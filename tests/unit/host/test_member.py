@@ -66,6 +66,7 @@ class Told:
         self.served: Version | None = Version(run_id="r", number=1)
         self.fails = False
         self.errors: dict[str, str] = {}
+        self.sender = "http://agent"
         self.go = threading.Event()
         self.go.set()
 
@@ -104,7 +105,7 @@ class Told:
 
     def status(self) -> ModelStatus:
         number = self.served and self.served.number
-        return ModelStatus(sender="http://agent", wanted_run_id="r", wanted=number, errors=self.errors)
+        return ModelStatus(sender=self.sender, wanted_run_id="r", wanted=number, errors=self.errors)
 
 
 class Member:
@@ -357,6 +358,16 @@ def test_what_may_be_committed_is_looked_at_when_its_fleet_commits_no_more(made:
     with made.member._set:
         made.live()
     until(lambda: all(model.kept is not None for model in made.models.values()), "it looks what it may commit")
+
+
+def test_a_service_that_pulls_from_a_store_sends_heartbeats(made: Member) -> None:
+    """Its fleet is told of the agent that it has named. Seen red: "an endpoint is an http URL", for good, so that its
+    lease ran out and it was evicted."""
+    made.models["a"].sender = "s3://bucket/run"
+    made.live()
+    assert [each.sender_endpoint for each in made.member._request().serves] == ["", "http://agent"]
+    made.member._heard(told(at("a", 2)), 0.0, 0)
+    assert [each.sender_endpoint for each in made.member._request().serves] == ["http://agent"] * 2
 
 
 def told(*versions: ModelVersion) -> HeartbeatReply:
