@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from tests.unit.host.service_kit import MODEL, NEWS, Agent, World, wait_until, world
+from tests.unit.host.service_kit import MODEL, NEWS, Agent, Engine, World, wait_until, world
 from weightsync.errors import (
     ConfigError,
     EngineUnreachableError,
@@ -31,7 +31,7 @@ from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
 from weightsync.net.places import Places
-from weightsync.types import EngineOp, Version
+from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest, Version
 
 __all__ = ["world"]
 
@@ -50,6 +50,21 @@ def fail_starts(monkeypatch: pytest.MonkeyPatch, *names: str, times: int = 1) ->
 
     monkeypatch.setattr(threading.Thread, "start", start)
     return failed
+
+
+def loses_an_answer(engine: Engine, op: EngineOp) -> threading.Event:
+    """To the next such step; set: it was lost."""
+    answer, lost = engine.call, threading.Event()
+
+    def call(step: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        reply = answer(step, request, timeout_s=timeout_s)
+        if step is op and not lost.is_set():
+            lost.set()
+            raise EngineUnreachableError("it was cut off", peer=engine.engine_id)
+        return reply
+
+    engine.call = call  # type: ignore[method-assign]
+    return lost
 
 
 # --- agents ---
@@ -364,6 +379,43 @@ def test_a_trainer_that_has_ended_is_no_crash_when_an_engine_needs_its_version_a
     why = f"NotPublishedError: the trainer at {OLD} has ended, and nobody has r1/1 any more: start a trainer"
     wait_until(lambda: world.status.errors.get("pull", "").startswith(why), "nobody has it")
     assert (world.status.sender_errors, world.status.ended) == ({}, (OLD,))
+
+
+def test_a_load_whose_answer_was_lost_is_noted_when_the_engine_says_that_it_has_it(world: World) -> None:
+    """Seen red: nothing was wrong any more, and the status named the version before for good: each notification was
+    answered well, with that, and `on_served` was never told."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a")
+    model, told = world.service._models[MODEL], list[tuple[str, Version]]()
+    model._on_served = lambda *given: told.append(given)
+    engine = world.engines["a"]
+    lost = loses_an_answer(engine, EngineOp.RESUME)
+    world.agents[OLD].number = 2
+    with pytest.raises(SyncFailedError, match="a: EngineUnreachableError"):
+        world.notify(OLD, "r1", 2)
+    assert lost.is_set()
+    status = world.notify(OLD, "r1", 2)
+    assert (status.run_id, status.version, status.num_committed) == ("r1", 2, 2)
+    assert told == [(MODEL, Version(run_id="r1", number=2))]
+    wait_until(lambda: world.status.state == "idle", "nothing is left to do")
+    assert (world.status.errors, engine.calls.count(EngineOp.COMMIT), world.followed._loaded) == ({}, 2, True)
+
+
+def test_a_commit_of_a_fleet_whose_answer_was_lost_is_done(world: World, tmp_path: Path) -> None:
+    """Seen red: it was answered well, with a status of the version before, for which the fleet evicted the host."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("not up yet")
+    world.serve("a", controller="http://127.0.0.1:9", lease=ServingLease(str(tmp_path / "lease")))
+    model, version = world.service._models[MODEL], Version(run_id="r1", number=1)
+    assert isinstance(model, FleetModel)
+    lost = loses_an_answer(world.engines["a"], EngineOp.RESUME)
+    world.agents[OLD].raises = None
+    model.prepare(version, OLD)
+    wait_until(lambda: model.permit.staged == version, "it is staged")
+    model.permit.allow(version)
+    model.wait_served(version, Deadline(20.0))
+    assert lost.is_set()
+    assert (world.status.run_id, world.status.version, world.status.errors) == ("r1", 1, {})
 
 
 def test_an_engine_with_another_checksum_is_loaded_until_it_agrees(world: World) -> None:
