@@ -303,8 +303,10 @@ class ServedVersions:
                 self._tell_changed()
 
     def _known(self, engine: Engine, reply: EngineReply) -> Version | None:
-        """What it serves, if that was given to it, and is what its trainer published. Under the lock."""
-        if reply.version is None or reply.version not in self._proved or reply.version == engine.unequal:
+        """What it serves, whole, if that was given to it, and is what its trainer published. Under the lock."""
+        if reply.version is None or reply.version not in self._proved or not reply.intact:
+            return None
+        if reply.version == engine.unequal:
             return None
         proved = self._proved[reply.version]
         return reply.version if None in (proved, reply.model_digest) or proved == reply.model_digest else None

@@ -418,6 +418,21 @@ def test_a_commit_of_a_fleet_whose_answer_was_lost_is_done(world: World, tmp_pat
     assert (world.status.run_id, world.status.version, world.status.errors) == ("r1", 1, {})
 
 
+def test_an_engine_that_is_half_loaded_serves_nothing_and_is_loaded_again(world: World) -> None:
+    """Seen red: by its own word it served the version before, which a notification took for a success, and it refused
+    to answer until there was a newer one."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b")
+    engine = world.engines["a"]
+    hold = engine.holds[EngineOp.BEGIN] = threading.Event()
+    engine.half_loaded = True
+    wait_until(lambda: world.status.engines == {"a": None, "b": "r1/1"}, "it is missed")
+    hold.set()
+    wait_until(lambda: world.status.engines == {"a": "r1/1", "b": "r1/1"}, "it is loaded")
+    assert engine.calls.count(EngineOp.COMMIT) == 2
+    assert world.service._models[MODEL].engines.available() == {"a": True, "b": True}
+
+
 def test_an_engine_with_another_checksum_is_loaded_until_it_agrees(world: World) -> None:
     """Seen red: its own word for the version counted half a second later. It was loaded no more, and the next
     notification was a success."""
