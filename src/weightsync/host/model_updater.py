@@ -277,6 +277,8 @@ class ModelUpdater:
         """Under the lock: what failed, or is pulled, is of a run that nobody follows."""
         self._status = msgspec.structs.replace(self._status, errors={}, retrying=None)
         self._pulls.cancel()
+        if self._permit is not None and self._followed.run_id is not None:
+            self._permit.turn_to(self._followed.run_id)
 
     def _check_open(self, version: Version) -> None:
         if self._closed:

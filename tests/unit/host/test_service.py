@@ -245,6 +245,32 @@ def test_a_fleet_hears_soon_that_nobody_has_a_version_any_more(world: World, tmp
     wait_until(lambda: model.permit.staged == version, "it has come back")
 
 
+def test_a_run_that_takes_over_while_the_one_before_is_loaded_waits_for_no_commit_of_that(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes of the old one were here. Seen red: they were held for `load_timeout_s`, and the new run was not even
+    pulled meanwhile."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("not up yet")
+    lease = ServingLease(str(tmp_path / "lease"))
+    world.serve("a", controller="http://127.0.0.1:9", lease=lease, load_timeout_s=120.0)
+    model, successor = world.service._models[MODEL], Version(run_id="r2", number=0)
+    assert isinstance(model, FleetModel)
+    pulled = world.followed.pulled
+
+    def taken_over(*given: Any) -> None:
+        pulled(*given)
+        if world.agents[OLD].run_id == "r1":
+            with NEWS:
+                world.agents[OLD].run_id, world.agents[OLD].number = "r2", 0
+            model.prepare(successor, OLD)
+
+    monkeypatch.setattr(world.followed, "pulled", taken_over)
+    world.agents[OLD].raises = None
+    model.prepare(Version(run_id="r1", number=1), OLD)
+    wait_until(lambda: model.permit.staged == successor, "it is staged")
+
+
 def test_what_a_fleet_takes_to_commit_is_no_time_of_a_load(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
