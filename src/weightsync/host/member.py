@@ -155,8 +155,8 @@ class FleetMember:
         for each in request.versions:
             model = self._models[each.model_id]
             claim = model.prepare if prepare else model.claimed
-            self._named[each.model_id] = each.sender_endpoint
-            claims.append((model, claim(each.of, each.sender_endpoint)))
+            self._named[each.model_id] = endpoint = each.sender_endpoint.rstrip("/")  # as agents are known
+            claims.append((model, claim(each.of, endpoint)))
         return claims
 
     def prepared(self, claims: list[tuple[FleetModel, Claim]]) -> PrepareReply | None:
@@ -432,6 +432,7 @@ class FleetMember:
     def _catch_up(self, model: FleetModel, wanted: ModelVersion, digest: str | None) -> None:
         if model.serves(wanted.of):
             return
+        wanted = msgspec.structs.replace(wanted, sender_endpoint=wanted.sender_endpoint.rstrip("/"))
         self._named[model.model_id] = wanted.sender_endpoint
         model.add_sender(wanted.sender_endpoint)
         if self._adopted(model, wanted, digest):

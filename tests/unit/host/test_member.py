@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from weightsync.control.controller import WeightSyncController
@@ -372,6 +373,13 @@ def test_a_service_that_pulls_from_a_store_sends_heartbeats(made: Member) -> Non
 
 def told(*versions: ModelVersion) -> HeartbeatReply:
     return HeartbeatReply(state="joining", lease_s=0.0, every_s=1.0, catch_up=versions)
+
+
+def test_a_slash_behind_a_sender_is_no_other_sender(made: Member) -> None:
+    """Seen red: it was registered a second time, and asked twice for everything."""
+    made.models["a"].fails = True
+    made.member._heard(told(msgspec.structs.replace(at("a", 9), sender_endpoint="http://agent/")), 0.0, 0)
+    assert made.member._catching_up["a"].endpoint == "http://agent"
 
 
 def serves(made: Member, a: int, b: int) -> HeartbeatRequest:

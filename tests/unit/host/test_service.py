@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests.unit.host.service_kit import MODEL, NEWS, Agent, Engine, World, wait_until, world
+from weightsync.clients.host import RolloutClient
 from weightsync.errors import (
     ConfigError,
     EngineUnreachableError,
@@ -32,6 +34,7 @@ from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
 from weightsync.net.places import Places
 from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest, Version
+from weightsync.types.fleet import ModelVersion, PrepareRequest
 
 __all__ = ["world"]
 
@@ -269,6 +272,21 @@ def test_a_run_that_takes_over_while_the_one_before_is_loaded_waits_for_no_commi
     world.agents[OLD].raises = None
     model.prepare(Version(run_id="r1", number=1), OLD)
     wait_until(lambda: model.permit.staged == successor, "it is staged")
+
+
+def test_a_slash_behind_a_sender_is_no_other_sender(world: World, tmp_path: Path) -> None:
+    """Seen red: what a trainer had told its controller so ended each sync in a KeyError."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("not up yet")
+    world.serve("a", controller="http://127.0.0.1:9", lease=ServingLease(str(tmp_path / "lease")))
+    world.agents[OLD].raises = None
+    version = ModelVersion(model_id=MODEL, run_id="r1", version=1, sender_endpoint=f"{OLD}/")
+    asked = PrepareRequest(versions=(version,), wait_s=20.0)
+    with contextlib.closing(RolloutClient(world.url)) as client:
+        client.check_versions(asked)
+        reply = client.prepare_versions(asked)
+    assert [(each.of, each.sender_endpoint) for each in reply.versions] == [(version.of, OLD)]
+    assert list(world.followed.agents) == [OLD]
 
 
 def test_what_a_fleet_takes_to_commit_is_no_time_of_a_load(
