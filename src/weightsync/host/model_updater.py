@@ -128,7 +128,7 @@ class ModelUpdater:
         self._pulls.end()
         if self._permit is not None:
             self._permit.close()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():  # `on_served` may close it
             self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():  # else engines read the staging: that thread gives it back when it ends
             self._pulls.close()

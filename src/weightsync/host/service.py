@@ -233,13 +233,14 @@ class RolloutService:
     def close(self) -> None:
         """Ends pulls under way and gives the staging back; engines go on with what they serve. Idempotent."""
         self._closed.set()
-        if self._lender is not None:
-            self._lender.close()
-        self._server.close()
-        for model in self._models.values():
-            model.close()
-        if self.relay is not None:
-            self.relay.close()
+        with contextlib.ExitStack() as left:  # from the last one on; what one of them raises keeps none open
+            if self.relay is not None:
+                left.callback(self.relay.close)
+            for model in self._models.values():
+                left.callback(model.close)
+            left.callback(self._server.close)
+            if self._lender is not None:
+                left.callback(self._lender.close)
 
     def _model(self, model_id: str) -> ModelUpdater:
         model = self._models.get(model_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from weightsync.errors import (
     InvalidRequestError,
     NotPublishedError,
     NotRegisteredError,
+    StateError,
     SyncFailedError,
     TransferAbortedError,
     VersionError,
@@ -594,6 +596,54 @@ def test_an_engine_that_never_lets_go_holds_nobody(world: World) -> None:
     hold.set()
     wait_until(lambda: not world.held, "it is given back")
     wait_until(lambda: world.serves("b", "r1/4"), "it is brought to the newest")
+
+
+def refuses(address: tuple[str, int]) -> bool:
+    """Whether nobody listens there."""
+    try:
+        socket.create_connection(address, 20.0).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_service_that_is_closed_by_on_served_ends_as_a_whole(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """At the last version of a run. Seen red: "cannot join current thread" was logged, models behind that one went on,
+    and the relay listened."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.engines = {"a": Engine("a"), "b": Engine("b")}
+    engines = {MODEL: world.engines["a"], "other": world.engines["b"]}
+    service = world.service = RolloutService(
+        engines, RolloutConfig(senders=(OLD,), relay=True), on_served=lambda *_: service.close()
+    )
+    assert service.relay is not None
+    address = ("127.0.0.1", service.relay.face.port)
+    assert not refuses(address)
+    threads = [thread for model in service._models.values() for thread in (model._thread, model._looking)]
+    service.start()
+    wait_until(lambda: world.serves("a", "r1/1"), "it is served")
+    wait_until(lambda: not any(thread.is_alive() for thread in threads), "no thread is left")
+    assert refuses(address)
+    assert "on_served failed" not in caplog.text
+
+
+@pytest.mark.parametrize("broken", [MODEL, "other"])
+def test_what_can_t_be_closed_keeps_nothing_else_open(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: models behind it went on, and the relay listened."""
+    service = RolloutService({MODEL: Engine("a"), "other": Engine("b")}, RolloutConfig(relay=True))
+    assert service.relay is not None
+    service.start()
+    model, close = service._models[broken], service._models[broken].close
+
+    def closes() -> None:
+        close()
+        raise StateError("as told")
+
+    monkeypatch.setattr(model, "close", closes)
+    with pytest.raises(StateError, match="as told"):
+        service.close()
+    assert all(each._closed for each in service._models.values())
+    assert refuses(("127.0.0.1", service.relay.face.port))
 
 
 # --- its HTTP face ---
