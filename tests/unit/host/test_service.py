@@ -135,6 +135,13 @@ def test_settings_that_make_no_sense_are_refused_at_once(options: dict[str, Any]
         RolloutConfig(**options)
 
 
+def test_a_store_among_the_senders_is_no_host_that_a_relay_is_reached_from() -> None:
+    """Seen red: "is no URL", or that no address leads to the bucket."""
+    for store in ("file:///mnt/run", "s3://bucket/run"):
+        config = RolloutConfig(senders=(store, "http://127.0.0.1:8765"), relay=True, sender_token="0123456789abcdef")
+        assert config.relay_address() == "127.0.0.1"
+
+
 def test_a_module_is_no_engine() -> None:
     with pytest.raises(ConfigError, match=r"EmbeddedEngine\.of"):
         RolloutService({MODEL: torch.nn.Linear(1, 1)})  # type: ignore[dict-item]
