@@ -30,7 +30,9 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.host import commit_gate, model_updater
+from weightsync.host import service as service_module
 from weightsync.host.fleet_model import FleetModel
+from weightsync.host.relay import Relay, relay_of
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
@@ -651,6 +653,22 @@ def test_what_can_t_be_closed_keeps_nothing_else_open(broken: str, monkeypatch: 
         service.close()
     assert all(each._closed for each in service._models.values())
     assert refuses(("127.0.0.1", service.relay.face.port))
+
+
+def test_a_service_that_can_t_be_made_leaves_no_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it listened as long as the error was held."""
+    relays = list[Relay]()
+
+    def made(config: RolloutConfig) -> Relay:
+        relay = relay_of(config)
+        assert relay is not None
+        relays.append(relay)
+        return relay
+
+    monkeypatch.setattr(service_module, "relay_of", made)
+    with pytest.raises(ConfigError, match="share a name"):
+        RolloutService({MODEL: [Engine("a"), Engine("a")]}, RolloutConfig(relay=True))
+    assert [refuses(("127.0.0.1", relay.face.port)) for relay in relays] == [True]
 
 
 # --- its HTTP face ---
