@@ -373,7 +373,7 @@ class FleetMember:
         self._renew(sent_s + said.lease_s if said.lease_s else 0.0)
         if said.catch_up:
             self._is_told({each.model_id: each.of for each in said.catch_up if each.model_id in self._models})
-        for each in said.catch_up:
+        for each in said.catch_up if self._num_commits == commits else ():  # else a commit that began since says more
             model = self._models.get(each.model_id)
             if model is not None:
                 self._catch_up(model, each, said.digests.get(each.model_id))

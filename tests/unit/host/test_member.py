@@ -375,6 +375,20 @@ def told(*versions: ModelVersion) -> HeartbeatReply:
     return HeartbeatReply(state="joining", lease_s=0.0, every_s=1.0, catch_up=versions)
 
 
+def test_an_answer_from_before_a_commit_allows_nothing_older(made: Member) -> None:
+    """Seen red: engines that had not gone on yet with what was committed meanwhile waited until a deadline."""
+    allowed: list[int] = []
+    made.models["a"].fails = True
+    made.models["a"].allow = lambda version: allowed.append(version.number)
+    commits = made.member._num_commits
+    with pytest.raises(SyncFailedError):
+        made.member.commit(CommitVersionsRequest(versions=(at("a", 7),), wait_s=LONG_S))
+    made.member._heard(told(at("a", 6)), 0.0, commits)
+    assert allowed == [7]
+    made.member._heard(told(at("a", 8)), 0.0, made.member._num_commits)
+    assert allowed == [7, 8]
+
+
 def test_a_slash_behind_a_sender_is_no_other_sender(made: Member) -> None:
     """Seen red: it was registered a second time, and asked twice for everything."""
     made.models["a"].fails = True
