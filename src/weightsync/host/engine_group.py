@@ -165,6 +165,7 @@ class EngineGroup(ServedVersions):
         errors: dict[str, str] = {}
         running: dict[str, Future[LoadReport]] = {}
         loads: list[_Load] = []
+        self._given = given = list[Future[LoadReport]]()
         outdated, began_s = self._outdated(staged.version), boot_s()
         hold = None if self._permit is None else self._permit.hold(staged.version, len(outdated))
         for engine in outdated:
@@ -182,9 +183,9 @@ class EngineGroup(ServedVersions):
                     loads.append(load)
                     run = functools.partial(self._run, load)
                     engine.load = running[engine.name] = in_thread(run, name=f"weightsync-load-{engine.name}")
+                    given.append(engine.load)
         if hold is not None and (why := [*errors.values(), *_failures(running)]):
             hold.failed("; ".join(why))
-        self._given = list(running.values())
         # each ends by its own deadline, unless its handle has none
         reports, failed = collect(running, timeout_s=deadline.remaining_s + _LET_GO_S, late="it has not let go")
         for load in loads:
