@@ -242,11 +242,12 @@ class AgentState:
         self.was_claimed = True
         del self.claims[:-_MAX_CLAIMS]
 
-    def give_way(self, run_id: str, told: int) -> None:
+    def give_way(self, run_id: str, told: int, runs_over: Container[str]) -> None:
         """That run is followed: what was claimed of another one before the claim of that number is waited for no more.
-        A claim behind it may still come true."""
+        A claim behind it may still come true; one of a run that was taken over is told so, see `FollowedRun.check`."""
         for claim in self.claims:
-            if claim.version.run_id != run_id and claim.number < told:
+            of = claim.version.run_id
+            if of != run_id and of not in runs_over and claim.number < told:
                 claim.error = TransferAbortedError(
                     f"run {run_id} was told of later, and is followed", version=str(claim.version)
                 )

@@ -19,6 +19,7 @@ from weightsync.types import Deadline, Version
 
 CLOCK = time.monotonic
 _ENDS = "the service ends"
+_TAKEN_OVER = "another run took over"
 
 
 class CommitGate:
@@ -34,6 +35,7 @@ class CommitGate:
         self._tell = tell
         self._allowed: Version | None = None
         self._prepared: Version | None = None
+        self._run_id: str | None = None
         self._hold: PendingCommit | None = None
         self._closed = False
 
@@ -82,6 +84,12 @@ class CommitGate:
             self._prepared = version
             self.release(_instead(version), older_than=version)
 
+    def turn_to(self, run_id: str) -> None:
+        """That run took over: nothing of another one is held from now on, but what may be committed."""
+        with self._changed:
+            self._run_id = run_id
+            self.release(_TAKEN_OVER, older_than=Version(run_id=run_id, number=0))
+
     def release(self, why: str, *, older_than: Version | None = None) -> None:
         """Aborts what is held; engines go on with what they serve.
 
@@ -107,6 +115,8 @@ class CommitGate:
             prepared = self._prepared
             if self._closed:
                 self.release(_ENDS)
+            elif self._run_id not in (None, version.run_id):  # it was pulled when its run was taken over
+                self.turn_to(self._run_id)
             elif prepared is not None and prepared.run_id == version.run_id and prepared.is_newer_than(version):
                 self.release(_instead(prepared), older_than=prepared)
             return self._hold

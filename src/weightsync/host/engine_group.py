@@ -165,6 +165,7 @@ class EngineGroup(ServedVersions):
         errors: dict[str, str] = {}
         running: dict[str, Future[LoadReport]] = {}
         loads: list[_Load] = []
+        self._given = given = list[Future[LoadReport]]()
         outdated, began_s = self._outdated(staged.version), boot_s()
         hold = None if self._permit is None else self._permit.hold(staged.version, len(outdated))
         for engine in outdated:
@@ -182,9 +183,9 @@ class EngineGroup(ServedVersions):
                     loads.append(load)
                     run = functools.partial(self._run, load)
                     engine.load = running[engine.name] = in_thread(run, name=f"weightsync-load-{engine.name}")
+                    given.append(engine.load)
         if hold is not None and (why := [*errors.values(), *_failures(running)]):
             hold.failed("; ".join(why))
-        self._given = list(running.values())
         # each ends by its own deadline, unless its handle has none
         reports, failed = collect(running, timeout_s=deadline.remaining_s + _LET_GO_S, late="it has not let go")
         for load in loads:
@@ -220,7 +221,7 @@ class EngineGroup(ServedVersions):
                     error = wrong[engine.name] = DigestMismatchError(
                         OTHER_CHECKSUM, peer=engine.name, version=str(version)
                     )
-                    engine.served, engine.silence = None, words(error)
+                    engine.served, engine.silence, engine.unequal = None, words(error), version
         for each in wrong.values():
             self._metrics.observe_failure(each)
         if wrong:
@@ -257,7 +258,7 @@ class EngineGroup(ServedVersions):
             if engine.num_loads == load.number:
                 engine.num_loads += 1
                 engine.served, engine.seen_s, engine.unprovable = report.version, load.began_s, report.unprovable
-                engine.checksum = report.checksum
+                engine.checksum, engine.unequal = report.checksum, None
                 engine.silence, engine.unreachable, engine.load = None, False, None
                 engine.logged = None
         self._tell_changed()
@@ -297,7 +298,7 @@ class EngineGroup(ServedVersions):
             if asked[engine.name].asked_s >= failed_s:
                 reply = replies.get(engine.name)
                 with self._lock:
-                    return self._known(reply) if reply is not None and reply.serving else None
+                    return self._known(engine, reply) if reply is not None and reply.serving else None
         return None
 
 

@@ -6,7 +6,7 @@ from weightsync.errors import StateError
 from weightsync.host.agent_state import Claim, Target, is_in
 from weightsync.host.commit_gate import CommitGate
 from weightsync.host.model_updater import ModelUpdater
-from weightsync.host.sync_report import late
+from weightsync.host.sync_report import failed, late
 from weightsync.types import Deadline, Version
 
 _GRACE_S = 1.0
@@ -87,6 +87,6 @@ class FleetModel(ModelUpdater):
             begun = self._num_failed
             while not self.serves(version):
                 if self._num_failed > begun:
-                    raise self._sync_failed(version, "its old version, or it refuses to serve")
+                    raise failed(version, self._status, "its old version, or it refuses to serve")
                 if not self._changed.wait(deadline.remaining_s) and deadline.expired:
                     raise late(version, deadline, self.status())

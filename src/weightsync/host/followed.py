@@ -300,7 +300,7 @@ class FollowedRun:
         self.count += 1
         told = 0 if (agent := self.agents.get(endpoint)) is None else agent.told_of(run_id)
         for each in self.agents.values():
-            each.give_way(run_id, told)
+            each.give_way(run_id, told, self._runs_over)
         if self._adoption is not None and self._adoption.version.run_id == run_id:
             self._pulled = self._adoption.version.number
             for agent in self.agents.values():

@@ -30,6 +30,7 @@ from weightsync.host.agent_state import Claim
 from weightsync.host.fleet_model import FleetModel
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease, boot_s
+from weightsync.objects.urls import is_store_url
 from weightsync.types import Deadline, Version
 from weightsync.types.fleet import (
     MAX_GONE,
@@ -102,6 +103,7 @@ class FleetMember:
         self._committed: dict[str, Version] = {}  # what its fleet has decided last
         self._asks = False  # that was brought to it while it held no lease
         self._catching_up: dict[str, Claim] = {}
+        self._named: dict[str, str] = {}  # the agent that its fleet has named last, by model
         self._denied: dict[str, Claim] = {}  # of these its fleet was told that they were denied
         self._adopting: dict[str, _Adopting] = {}
         self._url = ""
@@ -153,7 +155,8 @@ class FleetMember:
         for each in request.versions:
             model = self._models[each.model_id]
             claim = model.prepare if prepare else model.claimed
-            claims.append((model, claim(each.of, each.sender_endpoint)))
+            self._named[each.model_id] = endpoint = each.sender_endpoint.rstrip("/")  # as agents are known
+            claims.append((model, claim(each.of, endpoint)))
         return claims
 
     def prepared(self, claims: list[tuple[FleetModel, Claim]]) -> PrepareReply | None:
@@ -314,12 +317,12 @@ class FleetMember:
             if served is None:
                 lacks.append(model_id)
             else:
+                sender = status.sender or ""
+                if is_store_url(sender):  # others may not have it among their sources
+                    sender = self._named.get(model_id, "")
                 serves.append(
-                    ModelVersion(
-                        model_id=model_id, run_id=served.run_id, version=served.number,
-                        sender_endpoint=status.sender or "",
-                    )
-                )  # fmt: skip
+                    ModelVersion(model_id=model_id, run_id=served.run_id, version=served.number, sender_endpoint=sender)
+                )
         return HeartbeatRequest(
             instance_id=self._config.service_id,
             incarnation=self._incarnation,
@@ -370,7 +373,7 @@ class FleetMember:
         self._renew(sent_s + said.lease_s if said.lease_s else 0.0)
         if said.catch_up:
             self._is_told({each.model_id: each.of for each in said.catch_up if each.model_id in self._models})
-        for each in said.catch_up:
+        for each in said.catch_up if self._num_commits == commits else ():  # else a commit that began since says more
             model = self._models.get(each.model_id)
             if model is not None:
                 self._catch_up(model, each, said.digests.get(each.model_id))
@@ -429,6 +432,8 @@ class FleetMember:
     def _catch_up(self, model: FleetModel, wanted: ModelVersion, digest: str | None) -> None:
         if model.serves(wanted.of):
             return
+        wanted = msgspec.structs.replace(wanted, sender_endpoint=wanted.sender_endpoint.rstrip("/"))
+        self._named[model.model_id] = wanted.sender_endpoint
         model.add_sender(wanted.sender_endpoint)
         if self._adopted(model, wanted, digest):
             return

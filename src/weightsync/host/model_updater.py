@@ -31,7 +31,7 @@ from weightsync.host.pulls import Pulls
 from weightsync.host.relay import Relay
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
-from weightsync.host.sync_report import came, kind_of, tell_served
+from weightsync.host.sync_report import came, failed, taken, tell_served
 from weightsync.host.upstream import Upstream
 from weightsync.observe import Metrics, Recorder, now_s
 from weightsync.types import Deadline, EngineHandle, Version
@@ -107,6 +107,7 @@ class ModelUpdater:
         )  # fmt: skip
         self._tried: tuple[Version, int] | None = None  # by the last attempt, and how many claims there were then
         self._num_failed = 0
+        self._late: tuple[StagedVersion, GroupReport, float, float] | None = None  # the last load, where some failed
         self._status = ModelStatus(since_s=now_s())
         self._looking = threading.Thread(target=self._keep_looking, name=f"weightsync-look-{model_id}", daemon=True)
         self._thread = threading.Thread(target=self._keep_updating, name=f"weightsync-update-{model_id}", daemon=True)
@@ -127,7 +128,7 @@ class ModelUpdater:
         self._pulls.end()
         if self._permit is not None:
             self._permit.close()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():  # `on_served` may close it
             self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():  # else engines read the staging: that thread gives it back when it ends
             self._pulls.close()
@@ -189,7 +190,7 @@ class ModelUpdater:
             self._check_open(version)
             self._followed.check(claim)
             if self._status.errors and self._was_tried(claim):
-                raise self._sync_failed(version, "engines that failed serve their old version, or refuse to serve")
+                raise failed(version, self._status, "engines that failed serve their old version, or refuse to serve")
             return False
 
     # --- what was served before ---
@@ -231,9 +232,10 @@ class ModelUpdater:
         return self.engines.common()
 
     def serves(self, version: Version) -> bool:
-        """Whether every engine serves that version or a newer one of its run, and has ended its load."""
-        with self._changed:  # while it says "loading", on_served was not told yet
-            return self.engines.serve(version) and self._status.state != "loading"
+        """Whether every engine serves that version or a newer one of its run, has ended its load, and that is noted."""
+        with self._changed:  # what is not noted, `on_served` was not told of yet
+            noted = self._status.run_id == version.run_id and version.number <= (self._status.version or 0)
+            return noted and self.engines.serve(version) and self._status.state != "loading"
 
     # --- what it says ---
 
@@ -275,6 +277,8 @@ class ModelUpdater:
         """Under the lock: what failed, or is pulled, is of a run that nobody follows."""
         self._status = msgspec.structs.replace(self._status, errors={}, retrying=None)
         self._pulls.cancel()
+        if self._permit is not None and self._followed.run_id is not None:
+            self._permit.turn_to(self._followed.run_id)
 
     def _check_open(self, version: Version) -> None:
         if self._closed:
@@ -286,10 +290,6 @@ class ModelUpdater:
             return False
         version, count = self._tried
         return is_in(claim.version, version) and count >= claim.number
-
-    def _sync_failed(self, version: Version, state_left: str) -> SyncFailedError:
-        why = "; ".join(f"{who}: {why}" for who, why in self._status.errors.items()) or "its load failed"
-        return SyncFailedError(why, causes={}, version=str(version), state_left=state_left)
 
     def _note(self, **changes: object) -> None:
         with self._changed:
@@ -349,11 +349,12 @@ class ModelUpdater:
                     if self._closed:
                         return
                     target, count = self._target(), self._followed.count
-                if target is None:
-                    if self._status.is_troubled:  # what failed came right by itself
-                        self._note(state="idle", errors={}, retrying=None)
+                if target is None and not self._status.is_troubled:
                     continue
-                errors = self._sync(target)
+                errors = {} if target is None else self._sync(target)
+                late = None if errors else self._late
+                if late and self._followed.follows(late[0].version) and self.engines.common() == late[0].version:
+                    self._served(*late)  # what failed came right by itself: an answer was lost, or came late
             except Exception as error:  # a bug, or a caller's: this thread must outlive it
                 _logger.exception("model %s: %s was not brought to its engines", self.model_id, target)
                 errors = {"service": f"{type(error).__name__}: {error}"}
@@ -422,14 +423,17 @@ class ModelUpdater:
                 **came(pulled),
             )  # fmt: skip
             loaded = self.engines.load(pulled, Deadline(self._config.load_timeout_s))
-        if not loaded.errors:
-            self._served(pulled, loaded, began_s, loading_s)
-        elif loaded.bytes_are_wrong:
+        self._late = pulled, loaded, began_s, loading_s
+        if not loaded.errors or self.engines.common() == pulled.version:
+            self._served(*self._late)
+            return {}
+        if loaded.bytes_are_wrong:
             self._pulls.forget()
         return loaded.errors
 
     def _served(self, pulled: StagedVersion, loaded: GroupReport, began_s: float, loading_s: float) -> None:
         """Every engine has it."""
+        self._late = None
         with self._changed:
             self._followed.loaded()
         version, done_s = pulled.version, now_s()
@@ -441,7 +445,6 @@ class ModelUpdater:
             except Exception:
                 _logger.exception("on_served failed for %s of model %s", version, self.model_id)
         self._note(
-            run_id=version.run_id, version=version.number, served_s=done_s, load_s=load_s, canaries=loaded.canaries,
-            paused_s=loaded.paused_s, num_committed=self._status.num_committed + 1, num_patched=loaded.num_patched,
-            checksums=loaded.checksums, full_because=loaded.full_because, errors={}, **kind_of(pulled.manifest),
+            served_s=done_s, load_s=load_s, num_committed=self._status.num_committed + 1, errors={},
+            **taken(pulled, loaded),
         )  # fmt: skip

@@ -55,6 +55,7 @@ class Engine:
         unreachable: whether it did not answer when it was looked at last.
         unprovable: why it could not prove its live bytes.
         checksum: its own, of what was loaded last.
+        unequal: it has this version with another checksum than others: it serves nothing before its next load.
         logged: the error of its last load, in words; None: that went well.
         load: that was not ended, or has ended and was not noted yet.
         num_loads: begun and ended ones: odd while one is under way.
@@ -71,6 +72,7 @@ class Engine:
         self.unreachable = False
         self.unprovable: str | None = None
         self.checksum: str | None = None
+        self.unequal: Version | None = None
         self.logged: str | None = None
         self.load: Future[LoadReport] | None = None
         self.num_loads = 0
@@ -186,7 +188,7 @@ class ServedVersions:
         has none.
         """
         for engine, reply, began_s in self._found():
-            if reply.intact and (reply.version, reply.model_digest) == (version, digest):
+            if reply.intact and (reply.version, reply.model_digest) == (version, digest) and version != engine.unequal:
                 self._take_over(engine, version, digest, began_s)
         return self.serve(version)
 
@@ -287,7 +289,7 @@ class ServedVersions:
                 engine.unreachable, engine.silence = reply is None, None if error is None else words(error)
                 engine.was_silent = engine.silence or engine.was_silent
                 if reply is not None:  # who paused it is not our business
-                    engine.served = self._known(reply)
+                    engine.served = self._known(engine, reply)
                     if engine.served is not None:  # else its lease was lent for something that it has not
                         engine.seen_s = question.asked_s
                 now = engine.served
@@ -300,9 +302,11 @@ class ServedVersions:
             if now != before or (error is not None) != was_silent:
                 self._tell_changed()
 
-    def _known(self, reply: EngineReply) -> Version | None:
-        """What it serves, if that was given to it, and is what its trainer published. Under the lock."""
-        if reply.version is None or reply.version not in self._proved:
+    def _known(self, engine: Engine, reply: EngineReply) -> Version | None:
+        """What it serves, whole, if that was given to it, and is what its trainer published. Under the lock."""
+        if reply.version is None or reply.version not in self._proved or not reply.intact:
+            return None
+        if reply.version == engine.unequal:
             return None
         proved = self._proved[reply.version]
         return reply.version if None in (proved, reply.model_digest) or proved == reply.model_digest else None

@@ -99,23 +99,6 @@ class RolloutService:
         self.recorder = Recorder(f"rollout/{config.service_id}", max_bytes=LONG_RUN_BYTES)
         self._metrics = Metrics(self.recorder)
         self._senders = tuple(checked_source(sender, whose="a sender's") for sender in config.senders)
-        self.relay = relay_of(config)
-        kind = ModelUpdater if config.controller is None else FleetModel
-        self._models: dict[str, ModelUpdater] = {
-            model_id: kind(
-                model_id,
-                list(handles) if isinstance(handles, Sequence) else [handles],
-                config,
-                recorder=self.recorder,
-                metrics=self._metrics,
-                on_served=on_served,
-                relay=self.relay,
-            )
-            for model_id, handles in engines.items()
-        }
-        for model in self._models.values():
-            for sender in self._senders:
-                model.add_sender(sender, lasting=True)
         unleased = [
             engine.engine_id
             for model in engines.values()
@@ -133,12 +116,6 @@ class RolloutService:
         self._asking = Places(_MAX_ASKING)
         self._member: FleetMember | None = None
         self._local: LocalLease | None = None
-        if config.lease is not None and config.controller is not None:
-            fleets = {model_id: model for model_id, model in self._models.items() if isinstance(model, FleetModel)}
-            self._member = FleetMember(fleets, config, config.lease)
-        elif config.lease is not None:
-            self._local = LocalLease(self._models, config.lease, config.lease_s)
-        self._lender = self._member or self._local
         self.app = Api("weightsync rollout service")
         for method, path, handler in (
             ("POST", "/check_versions", self._check),
@@ -160,6 +137,28 @@ class RolloutService:
             hosts=(advertised,) if advertised else (),
             body_limits=dict.fromkeys(_SETS, LIST_BODY_BYTES),
         )
+        kind = ModelUpdater if config.controller is None else FleetModel
+        with contextlib.ExitStack() as made:
+            self.relay = relay_of(config)  # listens
+            if self.relay is not None:
+                made.callback(self.relay.close)
+            self._models: dict[str, ModelUpdater] = {
+                model_id: kind(
+                    model_id, list(handles) if isinstance(handles, Sequence) else [handles], config,
+                    recorder=self.recorder, metrics=self._metrics, on_served=on_served, relay=self.relay,
+                )
+                for model_id, handles in engines.items()
+            }  # fmt: skip
+            for model in self._models.values():
+                for sender in self._senders:
+                    model.add_sender(sender, lasting=True)
+            if config.lease is not None and config.controller is not None:
+                fleets = {model_id: model for model_id, model in self._models.items() if isinstance(model, FleetModel)}
+                self._member = FleetMember(fleets, config, config.lease)
+            elif config.lease is not None:
+                self._local = LocalLease(self._models, config.lease, config.lease_s)
+            made.pop_all()
+        self._lender = self._member or self._local
 
     @classmethod
     def from_config(
@@ -233,13 +232,14 @@ class RolloutService:
     def close(self) -> None:
         """Ends pulls under way and gives the staging back; engines go on with what they serve. Idempotent."""
         self._closed.set()
-        if self._lender is not None:
-            self._lender.close()
-        self._server.close()
-        for model in self._models.values():
-            model.close()
-        if self.relay is not None:
-            self.relay.close()
+        with contextlib.ExitStack() as left:  # from the last one on; what one of them raises keeps none open
+            if self.relay is not None:
+                left.callback(self.relay.close)
+            for model in self._models.values():
+                left.callback(model.close)
+            left.callback(self._server.close)
+            if self._lender is not None:
+                left.callback(self._lender.close)
 
     def _model(self, model_id: str) -> ModelUpdater:
         model = self._models.get(model_id)

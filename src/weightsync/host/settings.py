@@ -17,6 +17,7 @@ from weightsync.memory import ServingLease
 from weightsync.net.auth import check_exposure, checked_token, is_loopback
 from weightsync.net.routes import address_towards
 from weightsync.net.server import TlsFiles
+from weightsync.objects.urls import is_store_url
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.spec import check_config_id
 from weightsync.types.transfer_messages import MODES, Transport
@@ -159,7 +160,8 @@ class RolloutConfig:
             return self.relay_host or self.host
         if self.sender_token is None:
             return self.host
-        return address_towards(self.senders, instead="set relay_host") or self.host
+        agents = [sender for sender in self.senders if not is_store_url(sender)]
+        return address_towards(agents, instead="set relay_host") or self.host
 
     @classmethod
     def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **options: Any) -> Self:

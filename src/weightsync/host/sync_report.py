@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from weightsync.errors import DeadlineExceededError
+from weightsync.errors import DeadlineExceededError, SyncFailedError
 from weightsync.host.engine_group import GroupReport
 from weightsync.host.staged_version import StagedVersion
 from weightsync.observe import Metrics
-from weightsync.types import Deadline, Manifest, SyncReport, Version
+from weightsync.types import Deadline, SyncReport, Version
 from weightsync.types.fleet import MAX_WORDS
 from weightsync.types.service import ModelStatus
 
@@ -64,6 +64,12 @@ def late(version: Version, deadline: Deadline, status: ModelStatus) -> DeadlineE
     )
 
 
+def failed(version: Version, status: ModelStatus, state_left: str) -> SyncFailedError:
+    """What a wait raises for a version that was tried in vain."""
+    why = "; ".join(f"{who}: {why}" for who, why in status.errors.items()) or "its load failed"
+    return SyncFailedError(why, causes={}, version=str(version), state_left=state_left)
+
+
 def came(pulled: StagedVersion) -> dict[str, object]:
     """What `ModelStatus` says of a version that was fetched."""
     return {
@@ -73,9 +79,12 @@ def came(pulled: StagedVersion) -> dict[str, object]:
     }  # fmt: skip
 
 
-def kind_of(manifest: Manifest) -> dict[str, str | None]:
-    """What `ModelStatus` says of the kind of a version."""
+def taken(pulled: StagedVersion, loaded: GroupReport) -> dict[str, object]:
+    """What `ModelStatus` says of a version that every engine serves, but for its times."""
+    version, manifest = pulled.version, pulled.manifest
     return {
+        "run_id": version.run_id, "version": version.number, "canaries": loaded.canaries, "paused_s": loaded.paused_s,
+        "num_patched": loaded.num_patched, "checksums": loaded.checksums, "full_because": loaded.full_because,
         "artifact": manifest.artifact,
         "adapter": None if manifest.adapter is None else str(manifest.adapter)[:MAX_WORDS],
-    }
+    }  # fmt: skip

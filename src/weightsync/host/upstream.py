@@ -3,6 +3,7 @@ something newer. What is asked, and what an answer means, is in `followed`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -81,19 +82,20 @@ class Upstream:
         Raises:
             StateError: no thread can be started; the next call tries again.
         """
-        for endpoint in () if self._closed else tuple(self._run.agents):
-            ask, line = self._run.next_ask(endpoint), self._lines.get(endpoint)
-            if ask is None:
-                continue
-            if line is None:
-                self._start(endpoint)
-            elif line.ends_s is not None and max(ask.at_s, self._clock()) + ask.wait_s < line.ends_s - SHORTEST_S:
-                client = line.interrupt()
-                if isinstance(client, StoreClient):  # closing it takes a call, and this is under the lock
-                    in_thread(client.close, name=f"weightsync-let-go-{self._model_id}")
-                elif client is not None:
-                    client.close()
-        self._changed.notify_all()
+        with contextlib.ExitStack() as last:  # one that can have no thread keeps no other from being asked
+            last.callback(self._changed.notify_all)
+            for endpoint in () if self._closed else tuple(self._run.agents):
+                ask, line = self._run.next_ask(endpoint), self._lines.get(endpoint)
+                if ask is None:
+                    continue
+                if line is None:
+                    last.callback(self._start, endpoint)
+                elif line.ends_s is not None and max(ask.at_s, self._clock()) + ask.wait_s < line.ends_s - SHORTEST_S:
+                    client = line.interrupt()
+                    if isinstance(client, StoreClient):  # closing it takes a call, and this is under the lock
+                        in_thread(client.close, name=f"weightsync-let-go-{self._model_id}")
+                    elif client is not None:
+                        client.close()
 
     def close(self) -> None:
         """Ends the requests under way, and the threads soon. Idempotent."""

@@ -109,6 +109,7 @@ class Engine:
     Attributes:
         dead: it answers nothing.
         checksum: its own, of what it has loaded.
+        half_loaded: a load in place has failed, and none came since.
         holds: a step with an event here is answered when that is set, whatever the caller's patience.
     """
 
@@ -122,6 +123,7 @@ class Engine:
     def renew(self) -> None:
         self.version: Version | None = None
         self.calls: list[EngineOp] = []
+        self.half_loaded = False
         self._group: str | None = None
         self._next: Version | None = None
         self._digest: str | None = None
@@ -137,10 +139,14 @@ class Engine:
         elif op is EngineOp.BEGIN:
             self._next, self._digest = request.manifest.version, request.manifest.model_digest
         elif op is EngineOp.COMMIT:
-            self.version = self._next
+            self.version, self.half_loaded = self._next, False
         proved = {"digests_equal": True, "model_digest": self._digest} if op is EngineOp.STAGE else {}
         sums = {"checksum": self.checksum} if op is EngineOp.STAGE else {}
-        return EngineReply(engine_id=self.engine_id, version=self.version, group=self._group, **proved, **sums)
+        whole = not self.half_loaded
+        return EngineReply(
+            engine_id=self.engine_id, version=self.version, group=self._group, serving=whole, intact=whole, **proved,
+            **sums,
+        )  # fmt: skip
 
 
 class World:

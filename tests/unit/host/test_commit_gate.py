@@ -95,6 +95,20 @@ def test_what_comes_staged_behind_a_newer_one_is_prepared_is_let_go(owner: Owner
     assert owner.permit.hold(v(15), 1).why is None, "16 never came"
 
 
+def test_what_is_of_a_run_that_was_taken_over_is_let_go(owner: Owner) -> None:
+    """Also where its pull ends only then. Seen red: it was held until the deadline of its load."""
+    staged = owner.stages(owner.permit.hold(v(5), 1))
+    owner.permit.turn_to("next")
+    late = owner.permit.hold(v(5), 1)
+    for engine in (staged, in_thread(lambda: late.staged(Deadline(LONG_S)), name="engine")):
+        with pytest.raises(TransferAbortedError, match="another run took over"):
+            engine.result(LONG_S)
+    assert owner.permit.hold(v(0, "next"), 1).why is None
+    owner.permit.turn_to("next")
+    owner.permit.allow(v(5))
+    owner.permit.hold(v(5), 1).staged(Deadline(0.0))
+
+
 def test_what_is_allowed_already_waits_for_nobody(owner: Owner) -> None:
     owner.permit.allow(v(3))
     for version in (v(3), v(2)):

@@ -113,6 +113,26 @@ def test_an_engine_that_can_have_no_thread_keeps_no_other_waiting(monkeypatch: p
     assert "TransferAbortedError: it was not committed: engine two: can't start new thread" in errors["one"]
 
 
+def test_what_was_given_to_one_engine_is_held_though_the_next_can_t_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: the memory that it read counted as free."""
+
+    def thread(function: Callable[[], Any], *, name: str) -> Future[Any]:
+        if name == "weightsync-load-two":
+            raise MemoryError("as told")
+        return in_thread(function, name=name)
+
+    monkeypatch.setattr(engine_group, "in_thread", thread)
+    one = Engine("one")
+    go = one.holds[EngineOp.UPDATE_WEIGHTS] = threading.Event()
+    group = group_of(one, Engine("two"))
+    with pytest.raises(MemoryError, match="as told"):
+        group.load(staged(), Deadline(LONG_S))
+    (holder,) = group.holders()
+    go.set()
+    holder.result(LONG_S)
+    assert group.holders() == []
+
+
 def test_a_dead_engine_is_told_by_what_it_said_last() -> None:
     dead = Engine("dead")
     dead.dead = True

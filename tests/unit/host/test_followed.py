@@ -283,6 +283,16 @@ def test_a_run_takes_over_where_it_was_claimed_or_comes_after_the_one_before(
     assert model.num_takeovers == taken
 
 
+def test_who_waits_for_the_run_before_hears_which_one_took_over() -> None:
+    """Seen red: "run next was told of later, and is followed", which is said of runs that never were."""
+    model = following(ONE, TWO)
+    claim = model.claims(1001, "r", at=ONE)
+    model.claims(0, "next", at=TWO)
+    model.hears(says(0, "next"), TWO)
+    with pytest.raises(TransferAbortedError, match="run r was taken over by next"):
+        model.run.check(claim)
+
+
 def test_an_old_run_never_takes_over_again() -> None:
     model = following(ONE, TWO, poll_s=5.0)
     model.claims(0, "next", at=TWO)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from weightsync.control.controller import WeightSyncController
@@ -66,6 +67,7 @@ class Told:
         self.served: Version | None = Version(run_id="r", number=1)
         self.fails = False
         self.errors: dict[str, str] = {}
+        self.sender = "http://agent"
         self.go = threading.Event()
         self.go.set()
 
@@ -104,7 +106,7 @@ class Told:
 
     def status(self) -> ModelStatus:
         number = self.served and self.served.number
-        return ModelStatus(sender="http://agent", wanted_run_id="r", wanted=number, errors=self.errors)
+        return ModelStatus(sender=self.sender, wanted_run_id="r", wanted=number, errors=self.errors)
 
 
 class Member:
@@ -359,8 +361,39 @@ def test_what_may_be_committed_is_looked_at_when_its_fleet_commits_no_more(made:
     until(lambda: all(model.kept is not None for model in made.models.values()), "it looks what it may commit")
 
 
+def test_a_service_that_pulls_from_a_store_sends_heartbeats(made: Member) -> None:
+    """Its fleet is told of the agent that it has named. Seen red: "an endpoint is an http URL", for good, so that its
+    lease ran out and it was evicted."""
+    made.models["a"].sender = "s3://bucket/run"
+    made.live()
+    assert [each.sender_endpoint for each in made.member._request().serves] == ["", "http://agent"]
+    made.member._heard(told(at("a", 2)), 0.0, 0)
+    assert [each.sender_endpoint for each in made.member._request().serves] == ["http://agent"] * 2
+
+
 def told(*versions: ModelVersion) -> HeartbeatReply:
     return HeartbeatReply(state="joining", lease_s=0.0, every_s=1.0, catch_up=versions)
+
+
+def test_an_answer_from_before_a_commit_allows_nothing_older(made: Member) -> None:
+    """Seen red: engines that had not gone on yet with what was committed meanwhile waited until a deadline."""
+    allowed: list[int] = []
+    made.models["a"].fails = True
+    made.models["a"].allow = lambda version: allowed.append(version.number)
+    commits = made.member._num_commits
+    with pytest.raises(SyncFailedError):
+        made.member.commit(CommitVersionsRequest(versions=(at("a", 7),), wait_s=LONG_S))
+    made.member._heard(told(at("a", 6)), 0.0, commits)
+    assert allowed == [7]
+    made.member._heard(told(at("a", 8)), 0.0, made.member._num_commits)
+    assert allowed == [7, 8]
+
+
+def test_a_slash_behind_a_sender_is_no_other_sender(made: Member) -> None:
+    """Seen red: it was registered a second time, and asked twice for everything."""
+    made.models["a"].fails = True
+    made.member._heard(told(msgspec.structs.replace(at("a", 9), sender_endpoint="http://agent/")), 0.0, 0)
+    assert made.member._catching_up["a"].endpoint == "http://agent"
 
 
 def serves(made: Member, a: int, b: int) -> HeartbeatRequest:

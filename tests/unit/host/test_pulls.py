@@ -63,3 +63,17 @@ def test_what_agents_have_granted_moves_until_it_fails_or_is_given_back(monkeypa
     with pulls.pulled("http://agent", at_least=lambda: version, retrying=lambda _: None):
         seen.append(pulls.moving)
     assert [*seen, pulls.moving] == [False, True, False, True, True, False]
+
+
+def test_what_is_wrong_is_forgotten_though_another_host_reads_it() -> None:
+    """Seen red: that nobody could cut it stood in place of the engine's error."""
+
+    def stuck() -> None:
+        raise StateError("another host reads what is to be written")
+
+    pulls = Pulls(
+        "m", RolloutConfig(), recorder=Recorder("t"), may_call=lambda _: False, holders=list, patch_limit=lambda: 0.0
+    )
+    pulls._staging.before_write, pulls._staging._held = stuck, Version(run_id="r", number=1)
+    pulls.forget()
+    assert pulls._staging._held is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -13,25 +15,30 @@ import httpx
 import pytest
 import torch
 
-from tests.unit.host.service_kit import MODEL, NEWS, Agent, World, wait_until, world
+from tests.unit.host.service_kit import MODEL, NEWS, Agent, Engine, World, wait_until, world
+from weightsync.clients.host import RolloutClient
 from weightsync.errors import (
     ConfigError,
     EngineUnreachableError,
     InvalidRequestError,
     NotPublishedError,
     NotRegisteredError,
+    StateError,
     SyncFailedError,
     TransferAbortedError,
     VersionError,
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.host import commit_gate, model_updater
+from weightsync.host import service as service_module
 from weightsync.host.fleet_model import FleetModel
+from weightsync.host.relay import Relay, relay_of
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
 from weightsync.net.places import Places
-from weightsync.types import EngineOp, Version
+from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest, Version
+from weightsync.types.fleet import ModelVersion, PrepareRequest
 
 __all__ = ["world"]
 
@@ -50,6 +57,21 @@ def fail_starts(monkeypatch: pytest.MonkeyPatch, *names: str, times: int = 1) ->
 
     monkeypatch.setattr(threading.Thread, "start", start)
     return failed
+
+
+def loses_an_answer(engine: Engine, op: EngineOp) -> threading.Event:
+    """To the next such step; set: it was lost."""
+    answer, lost = engine.call, threading.Event()
+
+    def call(step: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        reply = answer(step, request, timeout_s=timeout_s)
+        if step is op and not lost.is_set():
+            lost.set()
+            raise EngineUnreachableError("it was cut off", peer=engine.engine_id)
+        return reply
+
+    engine.call = call  # type: ignore[method-assign]
+    return lost
 
 
 # --- agents ---
@@ -113,6 +135,13 @@ def test_a_service_that_polls_needs_no_notifications(world: World, waits: bool) 
 def test_settings_that_make_no_sense_are_refused_at_once(options: dict[str, Any], text: str) -> None:
     with pytest.raises((ConfigError, InvalidRequestError), match=text):
         RolloutConfig(**options)
+
+
+def test_a_store_among_the_senders_is_no_host_that_a_relay_is_reached_from() -> None:
+    """Seen red: "is no URL", or that no address leads to the bucket."""
+    for store in ("file:///mnt/run", "s3://bucket/run"):
+        config = RolloutConfig(senders=(store, "http://127.0.0.1:8765"), relay=True, sender_token="0123456789abcdef")
+        assert config.relay_address() == "127.0.0.1"
 
 
 def test_a_module_is_no_engine() -> None:
@@ -228,6 +257,47 @@ def test_a_fleet_hears_soon_that_nobody_has_a_version_any_more(world: World, tmp
     world.agents[OLD].ending, world.agents[OLD].raises = False, None
     model.prepare(version, OLD)
     wait_until(lambda: model.permit.staged == version, "it has come back")
+
+
+def test_a_run_that_takes_over_while_the_one_before_is_loaded_waits_for_no_commit_of_that(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes of the old one were here. Seen red: they were held for `load_timeout_s`, and the new run was not even
+    pulled meanwhile."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("not up yet")
+    lease = ServingLease(str(tmp_path / "lease"))
+    world.serve("a", controller="http://127.0.0.1:9", lease=lease, load_timeout_s=120.0)
+    model, successor = world.service._models[MODEL], Version(run_id="r2", number=0)
+    assert isinstance(model, FleetModel)
+    pulled = world.followed.pulled
+
+    def taken_over(*given: Any) -> None:
+        pulled(*given)
+        if world.agents[OLD].run_id == "r1":
+            with NEWS:
+                world.agents[OLD].run_id, world.agents[OLD].number = "r2", 0
+            model.prepare(successor, OLD)
+
+    monkeypatch.setattr(world.followed, "pulled", taken_over)
+    world.agents[OLD].raises = None
+    model.prepare(Version(run_id="r1", number=1), OLD)
+    wait_until(lambda: model.permit.staged == successor, "it is staged")
+
+
+def test_a_slash_behind_a_sender_is_no_other_sender(world: World, tmp_path: Path) -> None:
+    """Seen red: what a trainer had told its controller so ended each sync in a KeyError."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("not up yet")
+    world.serve("a", controller="http://127.0.0.1:9", lease=ServingLease(str(tmp_path / "lease")))
+    world.agents[OLD].raises = None
+    version = ModelVersion(model_id=MODEL, run_id="r1", version=1, sender_endpoint=f"{OLD}/")
+    asked = PrepareRequest(versions=(version,), wait_s=20.0)
+    with contextlib.closing(RolloutClient(world.url)) as client:
+        client.check_versions(asked)
+        reply = client.prepare_versions(asked)
+    assert [(each.of, each.sender_endpoint) for each in reply.versions] == [(version.of, OLD)]
+    assert list(world.followed.agents) == [OLD]
 
 
 def test_what_a_fleet_takes_to_commit_is_no_time_of_a_load(
@@ -366,6 +436,81 @@ def test_a_trainer_that_has_ended_is_no_crash_when_an_engine_needs_its_version_a
     assert (world.status.sender_errors, world.status.ended) == ({}, (OLD,))
 
 
+def test_a_load_whose_answer_was_lost_is_noted_when_the_engine_says_that_it_has_it(world: World) -> None:
+    """Seen red: nothing was wrong any more, and the status named the version before for good: each notification was
+    answered well, with that, and `on_served` was never told."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a")
+    model, told = world.service._models[MODEL], list[tuple[str, Version]]()
+    model._on_served = lambda *given: told.append(given)
+    engine = world.engines["a"]
+    lost = loses_an_answer(engine, EngineOp.RESUME)
+    world.agents[OLD].number = 2
+    with pytest.raises(SyncFailedError, match="a: EngineUnreachableError"):
+        world.notify(OLD, "r1", 2)
+    assert lost.is_set()
+    status = world.notify(OLD, "r1", 2)
+    assert (status.run_id, status.version, status.num_committed) == ("r1", 2, 2)
+    assert told == [(MODEL, Version(run_id="r1", number=2))]
+    wait_until(lambda: world.status.state == "idle", "nothing is left to do")
+    assert (world.status.errors, engine.calls.count(EngineOp.COMMIT), world.followed._loaded) == ({}, 2, True)
+
+
+def test_a_commit_of_a_fleet_whose_answer_was_lost_is_done(world: World, tmp_path: Path) -> None:
+    """Seen red: it was answered well, with a status of the version before, for which the fleet evicted the host."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.agents[OLD].raises = EngineUnreachableError("not up yet")
+    world.serve("a", controller="http://127.0.0.1:9", lease=ServingLease(str(tmp_path / "lease")))
+    model, version = world.service._models[MODEL], Version(run_id="r1", number=1)
+    assert isinstance(model, FleetModel)
+    lost = loses_an_answer(world.engines["a"], EngineOp.RESUME)
+    world.agents[OLD].raises = None
+    model.prepare(version, OLD)
+    wait_until(lambda: model.permit.staged == version, "it is staged")
+    model.permit.allow(version)
+    model.wait_served(version, Deadline(20.0))
+    assert lost.is_set()
+    assert (world.status.run_id, world.status.version, world.status.errors) == ("r1", 1, {})
+
+
+def test_an_engine_that_is_half_loaded_serves_nothing_and_is_loaded_again(world: World) -> None:
+    """Seen red: by its own word it served the version before, which a notification took for a success, and it refused
+    to answer until there was a newer one."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b")
+    engine = world.engines["a"]
+    hold = engine.holds[EngineOp.BEGIN] = threading.Event()
+    engine.half_loaded = True
+    wait_until(lambda: world.status.engines == {"a": None, "b": "r1/1"}, "it is missed")
+    hold.set()
+    wait_until(lambda: world.status.engines == {"a": "r1/1", "b": "r1/1"}, "it is loaded")
+    assert engine.calls.count(EngineOp.COMMIT) == 2
+    assert world.service._models[MODEL].engines.available() == {"a": True, "b": True}
+
+
+def test_an_engine_with_another_checksum_is_loaded_until_it_agrees(world: World) -> None:
+    """Seen red: its own word for the version counted half a second later. It was loaded no more, and the next
+    notification was a success."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b", "c")
+    odd = world.engines["c"]
+    for engine in world.engines.values():
+        engine.checksum = "1:good"
+    odd.checksum = "1:odd"
+    world.agents[OLD].number = 2
+    for _ in range(2):
+        with pytest.raises(SyncFailedError, match="c: DigestMismatchError"):
+            world.notify(OLD, "r1", 2)
+    wait_until(lambda: odd.calls.count(EngineOp.COMMIT) >= 4, "it is loaded again")
+    wait_until(lambda: world.status.engines == {"a": "r1/2", "b": "r1/2", "c": None}, "it counts as serving nothing")
+    assert "DigestMismatchError" in world.status.errors["c"]
+    assert world.serves("c", "r1/2"), "whatever it says itself"
+    odd.checksum = "1:good"
+    wait_until(lambda: world.status.errors == {}, "it agrees")
+    assert world.status.engines == dict.fromkeys("abc", "r1/2")
+    assert world.engines["a"].calls.count(EngineOp.COMMIT) == 2
+
+
 def test_engines_are_looked_at_while_a_version_does_not_come(world: World) -> None:
     world.agents = {OLD: Agent("r1", 1)}
     world.serve("a", patience_s=20.0)
@@ -460,6 +605,70 @@ def test_an_engine_that_never_lets_go_holds_nobody(world: World) -> None:
     hold.set()
     wait_until(lambda: not world.held, "it is given back")
     wait_until(lambda: world.serves("b", "r1/4"), "it is brought to the newest")
+
+
+def refuses(address: tuple[str, int]) -> bool:
+    """Whether nobody listens there."""
+    try:
+        socket.create_connection(address, 20.0).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_service_that_is_closed_by_on_served_ends_as_a_whole(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """At the last version of a run. Seen red: "cannot join current thread" was logged, models behind that one went on,
+    and the relay listened."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.engines = {"a": Engine("a"), "b": Engine("b")}
+    engines = {MODEL: world.engines["a"], "other": world.engines["b"]}
+    service = world.service = RolloutService(
+        engines, RolloutConfig(senders=(OLD,), relay=True), on_served=lambda *_: service.close()
+    )
+    assert service.relay is not None
+    address = ("127.0.0.1", service.relay.face.port)
+    assert not refuses(address)
+    threads = [thread for model in service._models.values() for thread in (model._thread, model._looking)]
+    service.start()
+    wait_until(lambda: world.serves("a", "r1/1"), "it is served")
+    wait_until(lambda: not any(thread.is_alive() for thread in threads), "no thread is left")
+    assert refuses(address)
+    assert "on_served failed" not in caplog.text
+
+
+@pytest.mark.parametrize("broken", [MODEL, "other"])
+def test_what_can_t_be_closed_keeps_nothing_else_open(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: models behind it went on, and the relay listened."""
+    service = RolloutService({MODEL: Engine("a"), "other": Engine("b")}, RolloutConfig(relay=True))
+    assert service.relay is not None
+    service.start()
+    model, close = service._models[broken], service._models[broken].close
+
+    def closes() -> None:
+        close()
+        raise StateError("as told")
+
+    monkeypatch.setattr(model, "close", closes)
+    with pytest.raises(StateError, match="as told"):
+        service.close()
+    assert all(each._closed for each in service._models.values())
+    assert refuses(("127.0.0.1", service.relay.face.port))
+
+
+def test_a_service_that_can_t_be_made_leaves_no_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it listened as long as the error was held."""
+    relays = list[Relay]()
+
+    def made(config: RolloutConfig) -> Relay:
+        relay = relay_of(config)
+        assert relay is not None
+        relays.append(relay)
+        return relay
+
+    monkeypatch.setattr(service_module, "relay_of", made)
+    with pytest.raises(ConfigError, match="share a name"):
+        RolloutService({MODEL: [Engine("a"), Engine("a")]}, RolloutConfig(relay=True))
+    assert [refuses(("127.0.0.1", relay.face.port)) for relay in relays] == [True]
 
 
 # --- its HTTP face ---

@@ -217,6 +217,31 @@ def test_a_thread_that_can_t_be_started_is_told_and_tried_again(agent: Agent, mo
         kit.has(agent.url, 1)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_one_that_can_have_no_thread_keeps_no_other_from_being_asked(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Seen red: the agents behind it were not asked, and nobody was told."""
+    other, failed, start = "http://127.0.0.1:9", list[str](), Upstream._start
+
+    def starts(self: Upstream, endpoint: str) -> None:
+        if endpoint == other:
+            failed.append(endpoint)
+            raise StateError("can't start new thread")
+        start(self, endpoint)
+
+    monkeypatch.setattr(Upstream, "_start", starts)
+    with contextlib.closing(Kit(poll_s=None)) as kit:
+        with kit.changed:
+            for endpoint in (other, agent.url) if first else (agent.url, other):
+                kit.run.know(endpoint)
+            with pytest.raises(StateError, match="new thread"):
+                kit.upstream.look()
+            assert failed == [other]
+            assert list(kit.upstream._lines) == [agent.url]
+        kit.has(agent.url, 1)
+
+
 def test_no_store_is_closed_under_the_lock() -> None:
     """Seen red: that takes a call, and whoever asked for the model's status waited for it."""
     place, told = "s3://bucket/run", queue.SimpleQueue[bool]()
