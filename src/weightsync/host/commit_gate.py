@@ -20,6 +20,7 @@ from weightsync.types import Deadline, Version
 CLOCK = time.monotonic
 _ENDS = "the service ends"
 _TAKEN_OVER = "another run took over"
+_INSTEAD = "is prepared instead"
 
 
 class CommitGate:
@@ -195,5 +196,10 @@ class PendingCommit:
             self._tell()
 
 
+def gave_way(why: str) -> bool:
+    """Whether an engine's error, in words, is that a newer version of its run took its place: nothing failed."""
+    return why.startswith(TransferAbortedError.__name__) and _INSTEAD in why
+
+
 def _instead(version: Version) -> str:
-    return f"{version} is prepared instead"
+    return f"{version} {_INSTEAD}"

@@ -27,6 +27,7 @@ from weightsync.clients.controller import ControllerClient
 from weightsync.errors import AuthError, StateError, SyncFailedError, WeightSyncError
 from weightsync.handles.fanout import in_thread
 from weightsync.host.agent_state import Claim
+from weightsync.host.commit_gate import gave_way
 from weightsync.host.fleet_model import FleetModel
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease, boot_s
@@ -302,7 +303,7 @@ class FleetMember:
                 waits.append(ModelVersion(model_id=model_id, run_id=staged.run_id, version=staged.number))
             status = model.status()
             told = [pair for pair in (status.errors | status.sender_errors).items() if pair not in gone]
-            errors += [f"{model_id}: {who}: {why}" for who, why in told]
+            errors += [f"{model_id}: {who}: {why}" for who, why in told if not gave_way(why)]
             if status.retrying:
                 errors.append(f"{model_id}: {status.retrying}")
             claim = self._catching_up.get(model_id)

@@ -20,10 +20,12 @@ from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
-from weightsync.errors import NotPublishedError, StateError, SyncFailedError
+from weightsync.errors import NotPublishedError, StateError, SyncFailedError, TransferAbortedError
 from weightsync.handles.fanout import in_thread
 from weightsync.host.agent_state import Claim
+from weightsync.host.commit_gate import CommitGate
 from weightsync.host.member import FleetMember
+from weightsync.host.served_versions import words
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import LeaseReader, ServingLease
 from weightsync.types import Deadline, Version
@@ -324,6 +326,17 @@ def test_an_engine_that_is_gone_is_said_once(made: Member, monkeypatch: pytest.M
     made.models["a"].errors = {"e": "silent", "f": "bad"}
     until(lambda: "bad" in (made.pool.status({})[0].why or ""), "its status says so")
     assert made.pool.status({})[0].why == "engine e is gone: silent; a: f: bad"
+
+
+def test_a_version_that_gave_way_to_a_newer_one_is_no_failure(made: Member) -> None:
+    """Its own words, as its engine's load ends with them. Seen red: its fleet said that it "can't go on"."""
+    made.member._url = "http://127.0.0.1:9"
+    gate = CommitGate(threading.Condition(), lambda: None)
+    gate.prepare(Version(run_id="r", number=3))
+    with pytest.raises(TransferAbortedError) as caught:
+        gate.hold(Version(run_id="r", number=2), 1).staged(Deadline(5))
+    made.models["a"].errors = {"e": words(caught.value), "f": "bad"}
+    assert made.member._request().error == "a: f: bad"
 
 
 def test_engines_that_are_gone_are_told_to_the_fleet(made: Member) -> None:
