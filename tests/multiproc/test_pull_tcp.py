@@ -33,7 +33,7 @@ from weightsync.host.puller import Puller
 from weightsync.memory import Reader, Segment, is_read
 from weightsync.trainer import publisher as manager_module
 from weightsync.trainer.publisher import WeightManager
-from weightsync.transfer import stream_door
+from weightsync.transfer import stream_door, tcp
 from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, ask_bytes, checksum, parse_answer
 from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp import TcpSource
@@ -144,15 +144,15 @@ def test_a_connection_that_opens_after_the_deadline_asks_for_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that a busy machine runs late. Seen to wait for blocks for as long again, with nobody to cut it."""
-    connect, deadline_s = socket.create_connection, 0.3
+    connect, deadline_s = tcp.dialled, 0.3
 
-    def late(address: tuple[str, int], timeout: float) -> socket.socket:
+    def late(address: tuple[str, int], within: Deadline) -> socket.socket:
         time.sleep(2 * deadline_s)
-        return connect(address, timeout=timeout)
+        return connect(address, Deadline(10.0))
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setblocking(False)
-        monkeypatch.setattr(socket, "create_connection", late)
+        monkeypatch.setattr(tcp, "dialled", late)
         reading = served.reader(served.grant(), port=silent.getsockname()[1], num_streams=1)
         with pytest.raises(DeadlineExceededError, match="not every block"):
             reading.read(deadline_s)
@@ -237,15 +237,16 @@ def test_a_stream_that_stands_still_is_given_up_and_its_blocks_come_by_another(s
     hung = socket.create_server(("127.0.0.1", 0))
     transfer = served.grant()
     reading = served.reader(transfer, stall_s=0.3)
-    connect = socket.create_connection
+    connect = tcp.dialled
     turn = itertools.count()
 
-    def sometimes_hung(address: tuple[str, int], **options: Any) -> socket.socket:
-        return connect(hung.getsockname() if next(turn) < 2 else address, **options)
+    def sometimes_hung(address: tuple[str, int], within: Deadline) -> socket.socket:
+        return connect(hung.getsockname() if next(turn) < 2 else address, within)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(socket, "create_connection", sometimes_hung)
+        patched.setattr(tcp, "dialled", sometimes_hung)
         reading.read()
+    assert next(turn) >= 2
     hung.close()
     assert reading.memory[4096:] == served.data[4096:]
 

@@ -232,9 +232,10 @@ class ModelUpdater:
         return self.engines.common()
 
     def serves(self, version: Version) -> bool:
-        """Whether every engine serves that version or a newer one of its run, has ended its load, and that is noted."""
-        with self._changed:  # what is not noted, `on_served` was not told of yet
+        """Whether every engine serves that version or a newer one of its run, and `on_served` was told of its load."""
+        with self._changed:
             noted = self._status.run_id == version.run_id and version.number <= (self._status.version or 0)
+            noted |= self._late is None or not is_in(version, self._late[0].version)
             return noted and self.engines.serve(version) and self._status.state != "loading"
 
     # --- what it says ---
@@ -352,7 +353,7 @@ class ModelUpdater:
                 if target is None and not self._status.is_troubled:
                     continue
                 errors = {} if target is None else self._sync(target)
-                late = None if errors else self._late
+                late = self._late
                 if late and self._followed.follows(late[0].version) and self.engines.common() == late[0].version:
                     self._served(*late)  # what failed came right by itself: an answer was lost, or came late
             except Exception as error:  # a bug, or a caller's: this thread must outlive it
@@ -433,7 +434,6 @@ class ModelUpdater:
 
     def _served(self, pulled: StagedVersion, loaded: GroupReport, began_s: float, loading_s: float) -> None:
         """Every engine has it."""
-        self._late = None
         with self._changed:
             self._followed.loaded()
         version, done_s = pulled.version, now_s()
@@ -445,6 +445,6 @@ class ModelUpdater:
             except Exception:
                 _logger.exception("on_served failed for %s of model %s", version, self.model_id)
         self._note(
-            served_s=done_s, load_s=load_s, num_committed=self._status.num_committed + 1, errors={},
-            **taken(pulled, loaded),
-        )  # fmt: skip
+            served_s=done_s, load_s=load_s, num_committed=self._status.num_committed + 1, **taken(pulled, loaded)
+        )
+        self._late = None

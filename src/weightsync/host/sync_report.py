@@ -83,7 +83,8 @@ def taken(pulled: StagedVersion, loaded: GroupReport) -> dict[str, object]:
     """What `ModelStatus` says of a version that every engine serves, but for its times."""
     version, manifest = pulled.version, pulled.manifest
     return {
-        "run_id": version.run_id, "version": version.number, "canaries": loaded.canaries, "paused_s": loaded.paused_s,
+        "errors": {}, "run_id": version.run_id, "version": version.number,
+        "canaries": loaded.canaries, "paused_s": loaded.paused_s,
         "num_patched": loaded.num_patched, "checksums": loaded.checksums, "full_because": loaded.full_because,
         "artifact": manifest.artifact,
         "adapter": None if manifest.adapter is None else str(manifest.adapter)[:MAX_WORDS],
