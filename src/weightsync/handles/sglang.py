@@ -263,11 +263,13 @@ class SGLangEngine(SteppedEngine):
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
         if self._session.end(TransferAbortedError(f"aborted: {request.reason}"), name=request.session):
             self._group = None  # a worker may sit in a broadcast still: the next sync builds another
-        if self._load is not None and self._load.name == request.session:  # its trainer has ended
-            load, self._load, self._group = self._load, None, None
-            load.leave(deadline)
-        if self._paused_by == request.session:
-            with self._alone(deadline):
+        ends = self._load is not None and self._load.name == request.session  # its trainer does
+        if ends or self._paused_by == request.session:
+            with self._alone(deadline):  # who takes back what a pause did needs the load for it
+                load, self._load = self._load, None if ends else self._load
+                if ends and load is not None:
+                    self._group = None
+                    load.leave(deadline)
                 self._take_back(request, deadline)
 
     def _take_back(self, request: AbortRequest, deadline: Deadline) -> None:

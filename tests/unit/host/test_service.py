@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 
@@ -454,6 +455,16 @@ def test_a_load_whose_answer_was_lost_is_noted_when_the_engine_says_that_it_has_
     assert told == [(MODEL, Version(run_id="r1", number=2))]
     wait_until(lambda: world.status.state == "idle", "nothing is left to do")
     assert (world.status.errors, engine.calls.count(EngineOp.COMMIT), world.followed._loaded) == ({}, 2, True)
+
+
+def test_what_engines_say_that_they_serve_and_no_load_has_left_open_is_served(world: World) -> None:
+    """As where one of two engines answers too late for both to be taken over. Seen red: it was never noted, so who
+    waited for it ran into a deadline."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", "b")
+    model = world.service._models[MODEL]
+    model._status = msgspec.structs.replace(model._status, run_id=None, version=None)
+    assert model.serves(Version(run_id="r1", number=1))
 
 
 def test_a_commit_of_a_fleet_whose_answer_was_lost_is_done(world: World, tmp_path: Path) -> None:
