@@ -57,8 +57,9 @@ class ModuleLocks:
                 return
             self._applier = threading.get_ident()
         try:
+            stuck: set[int] = set()  # what could not be unlocked, which is tried again later
             while self._is_more():
-                self._apply_once()
+                self._apply_once(stuck)
         except BaseException:
             self._leave()
             raise
@@ -76,10 +77,10 @@ class ModuleLocks:
             self._applier = None
             self._lock.notify_all()
 
-    def _apply_once(self) -> None:
-        asked, stuck = self._num_asked, False
+    def _apply_once(self, stuck: set[int]) -> None:
+        asked = self._num_asked
         wanted = {id(module): module for module in self._wanted()}
-        for key in self._locked.keys() ^ wanted.keys():
+        for key in (self._locked.keys() ^ wanted.keys()) - stuck:
             lock = key in wanted
             module = wanted[key] if lock else self._locked[key]
             try:
@@ -87,7 +88,7 @@ class ModuleLocks:
             except Exception:  # one that may be locked is unlocked later
                 _logger.exception("model %s: %r can't be %s", self._tag, module, "locked" if lock else "unlocked")
                 if not lock:
-                    stuck = True
+                    stuck.add(key)
                     continue
             if lock:
                 self._locked[key] = module

@@ -429,7 +429,8 @@ def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action
         return state, (EvictFailed(), *actions)
     given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True, wanted=False)
     told = (GiveUp(run_id=state.run_id, version=tried.version),)
-    if again or tried.version < state.train_version:  # who takes part has changed; or nobody has tried what is newer
+    # who takes part has changed, and not by the eviction alone; or nobody has tried what is newer
+    if (again and not state.evicting) or tried.version < state.train_version:
         state, actions = begin(given_up)
         return state, (*told, *actions)
     return given_up, told

@@ -9,6 +9,7 @@ Whatever shards it (nothing, FSDP2, DeepSpeed):
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,8 @@ def adapter_of(model: Any, name: str) -> Adapter:
     ranks = {path: (layer.r[name], layer.lora_alpha[name]) for path, layer in layers.items()}
     adapter = published_adapter(model.peft_config[name].to_dict(), ranks, None)
     for path, layer in layers.items():
-        if adapter.scaling_of(path) != layer.scaling[name] or adapter.rank_of(path) != layer.r[name]:
+        same = math.isclose(adapter.scaling_of(path), layer.scaling[name], rel_tol=1e-6)  # scaled, and scaled back
+        if not same or adapter.rank_of(path) != layer.r[name]:
             raise UnsupportedError(
                 f"its scaling is {layer.scaling[name]:g}, its configuration says {adapter.scaling_of(path):g}: what "
                 "was set by hand is not in PEFT's file, and is not published",

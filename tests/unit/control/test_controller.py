@@ -15,6 +15,7 @@ from weightsync.clients.host import RolloutClient
 from weightsync.config import WeightSyncConfig
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.events import Trained
+from weightsync.control.locks import ModuleLocks
 from weightsync.control.method import SyncMethod
 from weightsync.control.methods.pull import PullMethod
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
@@ -298,6 +299,28 @@ def test_a_pool_may_tell_of_a_batch_when_it_is_unlocked(made: Make) -> None:
         until(lambda: pool.locked == ({"default"} if number == 1 else set()), "as the state wants it")  # noqa: B023
     assert method.synced == [("default", "r/1"), ("default", "r/2")]
     in_thread(controller.close, name="close").result(2.0)
+
+
+def test_a_module_that_tells_of_a_change_and_can_not_be_unlocked_is_tried_again_later() -> None:
+    """Seen red: at once, a hundred thousand times a second, and whoever had unlocked it never returned."""
+    pool, tries, closed = Module(), list[str](), threading.Event()
+    wanted: list[Module] = [pool]
+    locks = ModuleLocks("m", lambda: wanted, closed)
+
+    def unlock(model_tag: str) -> None:
+        tries.append(model_tag)
+        locks.apply()  # as the word of a batch does
+        if len(tries) < 20:
+            raise OSError("not now")
+
+    pool.unlock = unlock  # type: ignore[method-assign]
+    locks.apply()
+    wanted.clear()
+    closed.set()  # no timer
+    locks.apply()
+    assert tries == ["m"]
+    locks.apply()
+    assert tries == ["m"] * 2, "with the next change"
 
 
 def test_a_pool_with_a_lock_of_its_own_waits_for_nobody_who_waits_for_it(made: Make) -> None:

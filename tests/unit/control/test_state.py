@@ -349,6 +349,16 @@ def test_a_word_that_comes_during_the_last_try_is_one_more_try() -> None:
     assert machine(SyncWanted(anyway=False, again=True)) == (StartSync(run_id="r", version=1),)
 
 
+def test_an_eviction_of_its_own_is_no_word_that_starts_all_retries_again() -> None:
+    """Seen red: whoever was evicted came in again with what is current, and was tried and evicted for ever."""
+    machine = Machine(retries_s=(), after_failure="evict")
+    machine.train(1)
+    assert machine(SyncFailed()) == (EvictFailed(), StartSync(run_id="r", version=1))
+    machine(SyncWanted(anyway=False, again=True))  # it left, and came back
+    assert machine(SyncFailed()) == (GiveUp(run_id="r", version=1),)
+    assert machine(SyncWanted(anyway=False, again=True)) == (StartSync(run_id="r", version=1),), "who comes later"
+
+
 def test_a_word_before_a_retry_is_no_more_than_that_retry() -> None:
     machine = Machine(retries_s=(1.0,))
     machine.train(1)
@@ -450,7 +460,8 @@ class AllInterleavings(RuleBasedStateMachine):
                     self.stood_for += [(validation.run_id, number) for number in validation.stands_for]
                 case EvictFailed() | GiveUp():
                     assert isinstance(event, SyncFailed)
-                    assert self.state.syncing or not before.again, "it is tried once more"
+                    again = before.again and not before.evicting  # an eviction is no reason for more
+                    assert self.state.syncing or not again, "it is tried once more"
 
     @precondition(lambda self: not pool_locked(self.state, self.policy))
     @rule()

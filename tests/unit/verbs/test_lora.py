@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -88,6 +89,8 @@ def test_what_is_set_after_the_first_step_goes_out_or_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="by hand"):
         choice.bind(extractor)
     layers[3].scale_layer(2.0)
+    choice.bind(extractor)
+    layers[3].scaling["default"] = math.nextafter(0.5, 1.0)  # as PEFT leaves it that has scaled, and scaled back
     choice.bind(extractor)
 
 
