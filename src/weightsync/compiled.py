@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba import types
-from numba.core.caching import FunctionCache
 
 _logger = logging.getLogger(__name__)
 
@@ -56,6 +55,8 @@ def compiled(*signatures: Any) -> Callable[[Function], Function]:
 
 def _folder_of(function: Callable[..., Any]) -> str:
     try:
+        from numba.core.caching import FunctionCache
+
         return str(FunctionCache(function).cache_path)
     except Exception:  # it is about to be named in a warning, and no more
         return "numba's cache"

@@ -63,7 +63,8 @@ def adapter_name(model: Any, wanted: str | None) -> str:
         raise UnsupportedError(f"adapter {name!r} is of PEFT's kind {kind}, and LORA alone is published")
     for odd in ("layer_replication", "target_parameters", "trainable_token_indices"):
         if getattr(config, odd, None):
-            raise UnsupportedError(f"adapter {name!r} has {odd}, which is not published: merge it, or train without")
+            remedy = "merge it in place (merge_and_unload), or train without"
+            raise UnsupportedError(f"adapter {name!r} has {odd}, which is not published: {remedy}")
     return name
 
 

@@ -163,6 +163,9 @@ class ModelControl:
                 self._step.lost = None
             if isinstance(event, Trained) and actions:
                 self._history.step_ended(actions[-1], event.worker)
+            for action in actions:
+                if isinstance(action, RetryAfter):  # whoever sees the failure sees it, too
+                    self._retry_at_s = time.monotonic() + action.seconds
             self._mark()
             self._changed.notify_all()
         return actions
@@ -313,8 +316,6 @@ class ModelControl:
                 running = in_thread(lambda: self._sync(action), name=f"weightsync-sync-{self.tag}")
                 running.add_done_callback(lambda done: self._lost(action, done.exception()))
             case RetryAfter(seconds=seconds):
-                with self._changed:
-                    self._retry_at_s = time.monotonic() + seconds
                 try:
                     self._retry.set(seconds, self._retry_now)  # in place of one of a run that was taken over from
                 except RuntimeError:  # there is no thread to wait in; retries are counted

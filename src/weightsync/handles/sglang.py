@@ -126,7 +126,7 @@ class SGLangEngine(SteppedEngine):
         self._before: str | None = None  # the same, before the session that is loading
         self._checksum: str | None = None  # of what was loaded last
         self._digest: tuple[str, str | None] | None = None  # the same: its version, and the publication's digest
-        self._turning = threading.RLock()  # held while a session is paused for, or taken back
+        self._turning = threading.Lock()  # held while a session is paused for, or taken back
 
     def close(self) -> None:
         if isinstance(self._load, (FileLoad, MappedLoad)):

@@ -26,6 +26,7 @@ from weightsync.net.messages import encode
 from weightsync.types import Deadline, in_seconds
 from weightsync.types.fleet import LEASE_PATH
 
+_LOOK_S = 0.5
 _T = TypeVar("_T")
 _HEAD = 1000  # characters of a foreign error's text that are kept
 _FIRST_ROUTES = ("/get_world_size", "/is_paused", "/start_weight_update")  # asked before anything is changed
@@ -146,12 +147,16 @@ class LlmLock:
     """Who uses an `LLM`: one thread at a time, which may enter it again, or one call. Calls go first, and behind one
     that has paused the `LLM` only calls get it: what is generated meanwhile would never end.
 
+    Args:
+        asleep: whether the `LLM` sleeps; asked where nobody uses it.
+
     Attributes:
         paused: whether a call has paused the `LLM`. Set by whoever has the lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asleep: Callable[[], bool]) -> None:
         self.paused = False
+        self._asleep = asleep
         self._changed = threading.Condition()
         self._user: int | None = None  # the thread that has it
         self._depth = 0  # how often it has entered
@@ -161,7 +166,8 @@ class LlmLock:
     def __enter__(self) -> None:
         thread = threading.get_ident()
         with self._changed:
-            self._changed.wait_for(lambda: self._user == thread or not (self._is_taken or self._waiting or self.paused))
+            while not self._changed.wait_for(lambda: self._user == thread or self._is_free(), _LOOK_S):
+                pass  # who wakes the `LLM` up by hand tells nobody
             self._user = thread
             self._depth += 1
 
@@ -193,6 +199,12 @@ class LlmLock:
     def _is_taken(self) -> bool:
         return self._user is not None or self._called
 
+    def _is_free(self) -> bool:
+        if self._is_taken or self._waiting:
+            return False
+        self.paused = self.paused and self._asleep()
+        return not self.paused
+
 
 class OfflineVllmApi:
     """A `vllm.LLM` of this process, with the calls of `VllmHttpApi`, made one at a time, each in a thread of its own.
@@ -213,19 +225,14 @@ class OfflineVllmApi:
     def __init__(self, llm: Any, *, name: str = "vllm-offline") -> None:
         self._llm = llm
         self.name = name
-        self.lock = LlmLock()
+        self.lock = LlmLock(lambda: bool(llm.llm_engine.is_sleeping()))
 
     def world_size(self, *, timeout_s: float) -> int:
         parallel = self._llm.llm_engine.vllm_config.parallel_config
         return int(getattr(parallel, "world_size_across_dp", parallel.world_size))
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        def is_sleeping() -> bool:
-            sleeping = bool(self._llm.llm_engine.is_sleeping())
-            self.lock.paused &= sleeping  # somebody may have woken it up
-            return sleeping
-
-        return self._call("is_sleeping", is_sleeping, timeout_s)
+        return self._call("is_sleeping", lambda: bool(self._llm.llm_engine.is_sleeping()), timeout_s)
 
     def weight_version(self, *, timeout_s: float) -> str | None:
         if not hasattr(self._llm, "get_weight_version"):

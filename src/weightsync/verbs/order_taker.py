@@ -87,6 +87,8 @@ class OrderTaker:
                     return None
                 due, wait_s = True, _ORDER_S + retry_in_s
             elif last:
+                if client.rollout_service_state(self._model_id).waiting_for_validation is not None:
+                    return None  # a sync would come behind it, when these ranks may have gone
                 due = not client.sync_weight_to_rollout_service(self._model_id, wait_s=0.0)
             else:
                 state = client.train_worker_notify_weight_update(_WORKER, self._model_id, run_id, version)

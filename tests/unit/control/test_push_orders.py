@@ -336,6 +336,21 @@ def test_a_step_whose_push_failed_waits_for_no_retry_that_nobody_waits_for() -> 
         assert engines.num_pushes == 1
 
 
+def test_no_push_of_the_last_version_is_asked_for_that_nobody_is_left_to_make() -> None:
+    """It would come behind the validation. Seen red: rollout was locked for the time of all orders to come."""
+    fleet = {"port": 0, "models": ["actor"]}
+    config = {"sync_method": "push", "sync_mode": "batch-async", "staleness_threshold": 2, "validate_freq": 2}
+    with build_controller({**config, "fleet": fleet}) as built:
+        with pusher_of(built.url, Engines("well")) as push:
+            for _ in range(3):
+                push.step()
+            state = built.controller.rollout_service_state("actor")
+            assert (state.rollout_model_version, state.waiting_for_validation is None) == (2, False)
+        built.controller.end_validate("actor")
+        state = built.controller.rollout_service_state("actor")
+        assert (state.blocked, state.state, state.rollout_model_version) == (False, "running", 2)
+
+
 def test_another_method_orders_nothing() -> None:
     config = {"sync_method": "mock", "fleet": {"port": 0}}
     with (

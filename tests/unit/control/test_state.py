@@ -458,10 +458,13 @@ class AllInterleavings(RuleBasedStateMachine):
                     assert self.validating is None
                     self.validating = validation
                     self.stood_for += [(validation.run_id, number) for number in validation.stands_for]
-                case EvictFailed() | GiveUp():
+                case EvictFailed():
                     assert isinstance(event, SyncFailed)
-                    again = before.again and not before.evicting  # an eviction is no reason for more
-                    assert self.state.syncing or not again, "it is tried once more"
+                    assert self.state.syncing
+                case GiveUp(version=version):
+                    assert isinstance(event, SyncFailed)
+                    again = before.again and not before.evicting  # its own eviction is no reason for more
+                    assert (self.state.syncing is not None) == (again or version < self.state.train_version)
 
     @precondition(lambda self: not pool_locked(self.state, self.policy))
     @rule()

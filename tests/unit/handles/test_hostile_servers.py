@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.standins.deaf import deaf_server
 from weightsync.clients.agent import AgentClient
 from weightsync.clients.async_controller import AsyncControllerClient
 from weightsync.clients.controller import ControllerClient
@@ -217,12 +218,7 @@ def test_a_host_of_several_addresses_is_tried_within_one_time_to_connect(monkeyp
     """None of them answers, not even with a refusal. Seen red: each address had that time of its own."""
     look_up = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: look_up(*asked, **more) * 8)
-    with contextlib.ExitStack() as stack:
-        deaf = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):
-            caller = stack.enter_context(socket.socket())
-            caller.setblocking(False)
-            caller.connect_ex(deaf.getsockname())
+    with deaf_server() as deaf:
         mute = (socket.AF_INET, socket.SOCK_STREAM, 6, "", deaf.getsockname())
         client = AgentClient(f"http://127.0.0.1:{deaf.getsockname()[1]}", token=TOKEN)
         started = time.monotonic()

@@ -265,6 +265,20 @@ def test_an_abort_that_comes_while_a_paused_server_is_made_ready_leaves_nothing(
     assert (held(server), state(server)) == (weights(3), (None, "run/3", False))
 
 
+def test_a_trainer_that_ends_takes_no_load_from_a_pause_that_is_under_way(trainer: Trainer) -> None:
+    """Who takes back what that did needs it. Seen red: a bracket stayed open on a server that went on."""
+    assert trainer.sync(1) == 1
+    engine = trainer.engine
+    load = engine._load
+    assert load is not None
+    goodbye = AbortRequest(session=load.name, reason="the trainer ends")
+    with engine._turning, pytest.raises(DeadlineExceededError, match="took longer than"):
+        engine.call(EngineOp.ABORT, goodbye, timeout_s=0.2)
+    assert engine._load is load
+    engine.call(EngineOp.ABORT, goodbye, timeout_s=10.0)
+    assert engine._load is None
+
+
 def test_what_was_found_before_an_earlier_session_is_not_what_a_later_one_found(server: SGLangServer) -> None:
     """Seen red, twice: a half-loaded server was told to go on, as "default", where the first look of the first sync
     failed; and behind a sync that had healed it, a failed look had it called half-loaded."""

@@ -132,3 +132,16 @@ def test_a_pause_that_fails_keeps_users_away_where_it_sleeps_all_the_same() -> N
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         api.pause("keep", clear_cache=True, timeout_s=SOON_S)
     assert gets_it(api)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["before", "meanwhile"])
+def test_who_wakes_it_up_by_hand_may_generate(waits: bool) -> None:
+    """As where a sync had to leave it paused. Seen red: nobody looked before the next sync, which is often the same
+    thread's."""
+    llm = Llm()
+    api = OfflineVllmApi(llm)
+    api.pause("keep", clear_cache=True, timeout_s=SOON_S)
+    if waits:
+        assert not gets_it(api, within_s=0.05)
+    llm.wake_up(tags=["scheduling"])
+    assert gets_it(api)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 
 import pytest
 
+from tests.standins.deaf import deaf_server
 from weightsync.errors import ConfigError
 from weightsync.net.routes import (
     address_towards,
@@ -73,12 +73,7 @@ def test_where_nobody_can_listen_is_said_without_a_port_that_nobody_named() -> N
 def test_silent_addresses_of_a_host_share_one_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull's streams dial so, too. Seen red there: each address had that time of its own."""
     look_up = socket.getaddrinfo
-    with contextlib.ExitStack() as stack:
-        deaf = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):
-            caller = stack.enter_context(socket.socket())
-            caller.setblocking(False)
-            caller.connect_ex(deaf.getsockname())
+    with deaf_server() as deaf:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: look_up(*asked, **more) * 8)
         started = time.monotonic()
         source = TcpSource(
@@ -91,8 +86,10 @@ def test_silent_addresses_of_a_host_share_one_time_to_connect(monkeypatch: pytes
             with pytest.raises(TimeoutError):
                 dial(deaf.getsockname(), Deadline(0.5))
         assert time.monotonic() - started < 4
-        answers = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         mute = (socket.AF_INET, socket.SOCK_STREAM, 6, "", deaf.getsockname())
         monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: [mute, *look_up(*asked, **more)])
-        with dialled(answers.getsockname(), Deadline(2)) as connection:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as answers,
+            dialled(answers.getsockname(), Deadline(2)) as connection,
+        ):
             assert connection.getpeername() == answers.getsockname()
