@@ -92,12 +92,12 @@ class TransferGroup:
             client: of these engines, and perhaps others.
             timeout_s: how long they may take to answer.
         """
+        self.leave()  # first: a member's end of an NCCL group may wait for this one
         if self._name is not None:
             with contextlib.suppress(Exception):
                 members = client.only(self._members)
                 members.abort(AbortRequest(session=self._name, reason="its trainer has ended"), timeout_s=timeout_s)
             self._name = None
-        self.leave()
 
     def leave(self) -> None:
         """The next `join` builds another one. Idempotent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.update.kit import Engine
@@ -9,7 +11,7 @@ from weightsync.errors import EngineError, SyncFailedError
 from weightsync.handles.fanout import EngineFanout
 from weightsync.observe import Recorder
 from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
-from weightsync.types import Deadline, EngineReply
+from weightsync.types import Deadline, EngineOp, EngineReply
 from weightsync.update.group import TransferGroup
 
 
@@ -82,3 +84,22 @@ def test_ctrl_c_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.group.sender is None
     monkeypatch.undo()
     assert rig.join() == [2]
+
+
+def test_the_sender_has_left_the_group_that_engines_are_told_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs may wait for it: an NCCL group ends when all its members end it."""
+    rig = Rig(Engine("a"))
+    rig.join()
+    sender = rig.group.sender
+    assert sender is not None
+    told: list[bool] = []
+    engine = rig.engines[0]
+    answer = engine.call
+
+    def call(op: EngineOp, *request: Any, **limit: Any) -> EngineReply:
+        told.extend([sender.usable] if op is EngineOp.ABORT else [])
+        return answer(op, *request, **limit)
+
+    monkeypatch.setattr(engine, "call", call)
+    rig.group.end(EngineFanout(rig.engines), timeout_s=10.0)
+    assert (told, rig.group.sender) == ([False], None)
