@@ -470,9 +470,12 @@ def test_two_segments_a_third_under_a_lease_and_never_a_wait_beyond_the_guard() 
                 assert 0.9 < report.waited_s < report.seconds < 10
                 with pytest.raises(StateError, match="not published"):
                     wm.wait_published(8, timeout_s=5)
+                assert not offload(8).published, "it may be tried again"
+                with pytest.raises(VersionError, match="7 comes after 7"):
+                    offload(7)
                 for path, value in ((first, 5), (second, 6), (third, 7)):
                     assert (load_file(path)["weight"] == value).all(), "nobody was written over"
-            report = offload(9)
+            report = offload(8)
             assert report.published
             assert segment_of(report) == second, "what was given back is used"
             assert there() == 3

@@ -40,6 +40,11 @@ class PublishTracker:
                     self._was_fetched(event.receiver, event.version.number)
             self._changed.notify_all()
 
+    def tried(self, version: int) -> None:
+        """A version is about to be published, perhaps once more."""
+        with self._changed:
+            self._not_published.pop(version, None)
+
     def skipped(self, version: int, why: str) -> None:
         """A version that the agent was never told of."""
         with self._changed:

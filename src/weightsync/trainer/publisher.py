@@ -129,6 +129,7 @@ class WeightManager(Closing):
         self._hosts: list[str] = []
         self._steps: OffloadSteps | None = None
         self._newest = -1
+        self._is_vacant = False  # no memory was free for the newest
         self._tracker = PublishTracker()
         self._closed = False
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -271,10 +272,11 @@ class WeightManager(Closing):
             error: what this rank has found to be wrong before: every rank raises it, and nothing is published.
 
         Returns:
-            What was done. Where every segment was still read, nothing was published, and the trainer goes on.
+            What was done. Where every segment was still read, nothing was published: the trainer goes on, or tries the
+            same version again.
 
         Raises:
-            VersionError: a version that is not above the last. Nothing was changed.
+            VersionError: a version that is not above the last one that was published. Nothing was changed.
             TrainerRankError: a rank is gone.
             WeightSyncError: extraction or a copy failed on some rank, told on every rank; nothing was published.
         """
@@ -288,7 +290,7 @@ class WeightManager(Closing):
         def check() -> None:
             if error is not None:
                 raise error
-            check_call(version, after=self._newest, given=(rank, world_size), ranks=ranks)
+            check_call(version, after=self._newest - self._is_vacant, given=(rank, world_size), ranks=ranks)
 
         agreed = steps.agree(weights, version, check=check)
         assert named is not None
@@ -296,12 +298,13 @@ class WeightManager(Closing):
             acquired = steps.acquire(agreed, self._reset)
         try:
             if acquired.why is not None:
-                self._newest = version
+                self._newest, self._is_vacant = version, True
                 self._skipped(named, begun_s, acquired.why)
                 return self._report(named, begun_s, acquired, copied_bytes=0)
             with self.recorder.phase("offload", detail=str(version)):
                 copied_bytes = steps.copy(agreed, acquired)
-            self._newest = version
+            self._newest, self._is_vacant = version, False
+            self._tracker.tried(version)
             try:
                 mine = steps.publish(named, acquired, endpoints=self._endpoints, block_bytes=BLOCK_BYTES)
                 if mine is not None:
