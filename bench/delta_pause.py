@@ -37,7 +37,7 @@ from weightsync.observe import Recorder, paused_s
 from weightsync.types import Deadline, Patch
 
 ROWS = {"delta_pause": "pause of an embedded engine for a 1 % delta, with undo, over one memcpy of the model"}
-_TARGET = 0.5
+_TARGET = 0.4
 _SHARE = 0.01
 _TIMEOUT_S = 120.0
 

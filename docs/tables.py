@@ -157,38 +157,36 @@ def _meanings(docstring: str) -> dict[str, str]:
 
 def measured_table() -> str:
     """Rows of the speed table that were measured on all machines; those over the target are bold."""
-    said = _bench_rows()
-    figures = {machine: _figures(files) for machine, files in _MACHINES.items()}
+    figures = [_figures(files) for files in _MACHINES.values()]
     rows = []
-    for row, sentence in said.items():
-        if not all(row in taken for taken in figures.values()):
-            continue
-        target = next(taken[row][1] for taken in reversed(figures.values()) if row in taken)
-        cells = [_cell(row, taken, target) for taken in figures.values()]
-        rows.append((f"`{row}`: {sentence}", *cells, f"{target:g}"))
+    for row, (sentence, target) in _bench_rows().items():
+        if all(row in ratios for ratios in figures):
+            cells = [_cell(ratios[row], target) for ratios in figures]
+            rows.append((f"`{row}`: {sentence}", *cells, f"{target:g}"))
     return _markdown(("row", *_MACHINES, "at most"), rows)
 
 
-def _bench_rows() -> dict[str, str]:
-    """Row and sentence, read from bench/*.py without running them."""
-    rows: dict[str, str] = {}
+def _bench_rows() -> dict[str, tuple[str, float]]:
+    """Sentence and target of each row, read from bench/*.py without running them."""
+    rows: dict[str, tuple[str, float]] = {}
     for file in sorted(_BENCH.glob("*.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ROWS":
-                rows.update(ast.literal_eval(node.value))
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+        named = {ast.unparse(node.targets[0]): node.value for node in body if isinstance(node, ast.Assign)}
+        if "ROWS" in named:
+            sentences = ast.literal_eval(named["ROWS"])
+            of_all = ast.literal_eval(named["_TARGET"]) if "_TARGET" in named else None
+            targets = ast.literal_eval(named["_TARGETS"]) if of_all is None else dict.fromkeys(sentences, of_all)
+            rows |= {row: (sentence, targets[row]) for row, sentence in sentences.items()}
     return rows
 
 
-def _figures(files: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Ratio and target of each row."""
+def _figures(files: Sequence[str]) -> dict[str, float]:
+    """The ratio of each row."""
     read = [json.loads((_BENCH / "results" / file).read_text(encoding="utf-8")) for file in files]
-    return {each["row"]: (each["ratio"], each["target"]) for each in itertools.chain(*read)}
+    return {each["row"]: each["ratio"] for each in itertools.chain(*read)}
 
 
-def _cell(row: str, taken: dict[str, tuple[float, float]], target: float) -> str:
-    if row not in taken:
-        return ""
-    ratio = taken[row][0]
+def _cell(ratio: float, target: float) -> str:
     return f"**{ratio:.2f}**" if ratio > target else f"{ratio:.2f}"
 
 
