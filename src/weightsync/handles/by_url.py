@@ -87,7 +87,7 @@ def engine_at(
     Args:
         text: see the module. The handle's name is the URL without what stands before its `+`.
         token: bearer token of the engine, or of the proxy before it.
-        verify: see `JsonClient`; vLLM's is always checked.
+        verify: see `JsonClient`.
         need: what it has to be able to do.
         must_answer: False: an engine whose URL says what it is need not be there yet.
         leased: whether a vLLM is asked if it looks at a lease, see `VllmServerEngine`; others say it unasked.
@@ -113,7 +113,7 @@ def engine_at(
         kind = said.kind
     match kind:
         case "vllm":
-            return VllmServerEngine(said.url, token=token, leased=leased)
+            return VllmServerEngine(said.url, token=token, verify=verify, leased=leased)
         case "sglang":
             return SGLangServerEngine(said.url, token=token, verify=verify)
         case "weightsync":

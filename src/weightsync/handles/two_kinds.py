@@ -91,6 +91,7 @@ class VllmServerEngine(TwoKinds, VllmEngine):
     Args:
         url: of the server.
         token: bearer token of the proxy before it, or vLLM's `--api-key`.
+        verify: see `JsonClient`.
         engine_id: name for messages; the URL where not given.
         leased: whether it is asked, behind a description, if it answers under a lease alone.
         options: of `VllmEngine`.
@@ -101,15 +102,16 @@ class VllmServerEngine(TwoKinds, VllmEngine):
         url: str,
         *,
         token: str | None = None,
+        verify: bool | str = True,
         engine_id: str | None = None,
         leased: bool = False,
         **options: object,
     ) -> None:
-        api = VllmHttpApi(url, token=token)
+        api = VllmHttpApi(url, token=token, verify=verify)
         self._http, self._is_asked = api, leased
         self._leased: bool | None = None  # as it said; None: it was not asked since it was away
         super().__init__(api, engine_id=engine_id, **options)  # type: ignore[arg-type]
-        self._adapters = AdapterClient(url, how_to_start=HOW_TO_START, token=token)
+        self._adapters = AdapterClient(url, how_to_start=HOW_TO_START, token=token, verify=verify)
         self._lora = VllmLoraEngine(api, self._adapters, engine_id=engine_id)
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:

@@ -43,11 +43,11 @@ class VllmHttpApi(JsonClient):
     Args:
         url: e.g. "http://127.0.0.1:8000".
         token: bearer token, for a proxy that asks for one: vLLM's own `--api-key` does not guard these routes.
-        connect_timeout_s: how long to try to connect.
+        verify: see `JsonClient`.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, connect_timeout_s: float = 3.0) -> None:
-        super().__init__(url, runs="a vLLM server", token=token, connect_timeout_s=connect_timeout_s)
+    def __init__(self, url: str, *, token: str | None = None, verify: bool | str = True) -> None:
+        super().__init__(url, runs="a vLLM server", token=token, verify=verify)
         if self.url.endswith("/v1"):
             raise ConfigError(f"a vLLM server's URL ends before /v1: {self.url.removesuffix('/v1')}, not {url!r}")
 

@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from weightsync.errors import ConfigError, EngineError, EngineUnreachableError, 
 from weightsync.handles.http import HttpEngine
 from weightsync.handles.probe import probe
 from weightsync.handles.sglang_api import SGLangApi, SGLangRouter
+from weightsync.handles.two_kinds import SGLangServerEngine, VllmServerEngine
 from weightsync.handles.vllm_api import VllmHttpApi
 from weightsync.net.server import Api, ServerSettings, ServerThread, TlsFiles
 from weightsync.types import DescribeRequest, EngineOp
@@ -232,16 +234,39 @@ def test_a_host_of_several_addresses_is_tried_within_one_time_to_connect(monkeyp
             assert heard, "a silent address leaves time for the next one"
 
 
+def certificate_for(name: str, folder: Path) -> TlsFiles:
+    """Signed by itself."""
+    files = TlsFiles(certificate=str(folder / "cert.pem"), key=str(folder / "key.pem"))
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", files.key, "-out", files.certificate,
+         "-days", "2", "-subj", "/CN=it", "-addext", f"subjectAltName={name}"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return files
+
+
+@pytest.mark.parametrize("kind", [VllmServerEngine, SGLangServerEngine, HttpEngine])
+def test_an_engine_behind_an_authority_of_ones_own_is_trusted(kind: Any, tmp_path: Path) -> None:
+    """Seen red: vLLM's certificate was checked by the system's authorities, whatever `verify` was."""
+    files = certificate_for("IP:127.0.0.1", tmp_path)
+    server = ServerThread(Api("it"), ServerSettings(token=TOKEN, tls=files))
+    url = server.start()
+    try:
+        for verify, words in ((files.certificate, "no route|404"), (True, "certificate")):
+            with (
+                contextlib.closing(kind(url, token=TOKEN, verify=verify)) as engine,
+                pytest.raises(WeightSyncError, match=f"(?i){words}"),
+            ):
+                engine.call(EngineOp.DESCRIBE, DescribeRequest(model_id="actor"), timeout_s=30.0)
+    finally:
+        server.close()
+
+
 def test_a_certificate_that_nobody_signed_is_refused_and_no_request_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "TIMEOUT_S", 30.0)
-    files = TlsFiles(certificate=str(tmp_path / "cert.pem"), key=str(tmp_path / "key.pem"))
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", files.key, "-out", files.certificate,
-         "-days", "2", "-subj", "/CN=elsewhere", "-addext", "subjectAltName=DNS:elsewhere"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    files = certificate_for("DNS:elsewhere", tmp_path)
     refused: list[int] = []
     server = ServerThread(Api("it"), ServerSettings(token=TOKEN, tls=files), on_refused=lambda: refused.append(1))
     url = server.start()
