@@ -117,7 +117,7 @@ class FleetMember:
 
     def start(self, url: str) -> None:
         """Starts to send heartbeats, from the service that listens at `url`."""
-        self._url = self._config.advertise or url
+        self._url = self._config.url_told(url)
         self._thread.start()
 
     def close(self) -> None:

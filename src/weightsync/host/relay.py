@@ -24,6 +24,7 @@ from weightsync.errors import NotRegisteredError, StateError, UnsupportedError, 
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staging import Target, TargetMap
 from weightsync.net.auth import is_loopback
+from weightsync.net.routes import ANY_ADDRESS
 from weightsync.transfer.peer_server import Offer, PeerServer
 from weightsync.transfer.relay import show
 from weightsync.transfer.relay_standing import Standing
@@ -35,7 +36,6 @@ from weightsync.types.transfer_messages import RegisterRequest
 _CALL_S = 5.0
 _TELL_EVERY_S = 10.0
 _RETRY_S = 1.0
-_ANY = ("", "0.0.0.0", "::")
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Relay:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.server = PeerServer(host, port, upload_bytes_s=upload_bytes_s, tls=tls)
-        named = advertise or (None if host in _ANY or is_loopback(host) else host)
+        named = advertise or (None if host in ANY_ADDRESS or is_loopback(host) else host)
         self.face = RelayFace(host=named, port=self.server.port, zone=zone, tls=tls is not None)
         self.zone = zone
         self.max_peers = max_peers

@@ -15,7 +15,7 @@ from weightsync.errors import ConfigError
 from weightsync.handles.stepped import check_choice
 from weightsync.memory import ServingLease
 from weightsync.net.auth import check_exposure, checked_token, is_loopback
-from weightsync.net.routes import address_towards
+from weightsync.net.routes import address_towards, url_towards
 from weightsync.net.server import TlsFiles
 from weightsync.objects.urls import is_store_url
 from weightsync.types.deadline import check_wait_s
@@ -60,7 +60,8 @@ class RolloutConfig:
             while that lends it the right to.
         controller_token: the controller's bearer token.
         controller_verify: see `AgentClient`.
-        advertise: URL by which the controller reaches it; its own where not given.
+        advertise: URL by which the controller reaches it; its own where not given, with the address that leads there
+            where it listens at all.
         lease: what its engines look at before they answer, see `ServingLease`. In a fleet it is lent by the controller.
             Without a controller this service lends it: an engine that has started since its service saw to it
             refuses, and so does each before its first version.
@@ -162,6 +163,16 @@ class RolloutConfig:
             return self.host
         agents = [sender for sender in self.senders if not is_store_url(sender)]
         return address_towards(agents, instead="set relay_host") or self.host
+
+    def url_told(self, url: str) -> str:
+        """What the controller is told of a service that listens at `url`.
+
+        Raises:
+            ConfigError: the controller is another machine, and can't reach it.
+        """
+        if self.advertise is not None or self.controller is None:
+            return self.advertise or url
+        return url_towards(url, self.controller, instead="say --host 0.0.0.0 (host=), or --advertise URL (advertise=)")
 
     @classmethod
     def from_config(cls, config: WeightSyncConfig | Mapping[str, Any], **options: Any) -> Self:

@@ -14,6 +14,7 @@ from weightsync.errors import ConfigError
 from weightsync.net.auth import is_loopback
 from weightsync.types import Deadline
 
+ANY_ADDRESS = ("", "0.0.0.0", "::")
 _ANY_PORT = 9
 _MOMENT_S = 0.001
 _SIOCGIFADDR = 0x8915
@@ -79,6 +80,32 @@ def address_towards(urls: Iterable[str], *, instead: str) -> str | None:
         if not is_loopback(address):
             return address
     return None
+
+
+def url_towards(url: str, caller: str, *, instead: str) -> str:
+    """By which the machine of `caller` reaches what listens at `url` of this one: an address stands for "all of them".
+
+    Args:
+        url: where it listens.
+        caller: URL of another machine, or of this one.
+        instead: what to do where only this machine reaches it, for the error.
+
+    Raises:
+        ConfigError: it is another machine, and `url` is loopback's.
+    """
+    host, theirs = urlsplit(url).hostname or "", urlsplit(caller).hostname or ""
+    if is_loopback(theirs) or not (host in ANY_ADDRESS or is_loopback(host)):
+        return url
+    try:
+        own = own_address_towards(theirs)
+        if is_loopback(own) or own in {str(place[0]) for *_, place in socket.getaddrinfo(theirs, None)}:
+            return url
+    except OSError:  # its name is not known yet, say
+        return url
+    if is_loopback(host):
+        raise ConfigError(f"{caller} is another machine, and can't reach {url}: {instead}")
+    parts = urlsplit(url)
+    return parts._replace(netloc=f"{f'[{own}]' if ':' in own else own}:{parts.port}").geturl()
 
 
 def interface_towards(host: str) -> str | None:

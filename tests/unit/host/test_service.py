@@ -37,6 +37,7 @@ from weightsync.host.relay import Relay, relay_of
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
 from weightsync.memory import ServingLease
+from weightsync.net import routes
 from weightsync.net.places import Places
 from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest, Version
 from weightsync.types.fleet import ModelVersion, PrepareRequest
@@ -284,6 +285,16 @@ def test_a_run_that_takes_over_while_the_one_before_is_loaded_waits_for_no_commi
     world.agents[OLD].raises = None
     model.prepare(Version(run_id="r1", number=1), OLD)
     wait_until(lambda: model.permit.staged == successor, "it is staged")
+
+
+def test_a_host_that_its_controller_can_not_reach_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it joined, was lent a lease, and each sync failed: its controller called itself."""
+    monkeypatch.setattr(routes, "own_address_towards", lambda host: "192.0.2.2")
+    lease = ServingLease(str(tmp_path / "lease"))
+    config = RolloutConfig(controller="http://192.0.2.7:8700", lease=lease)
+    with pytest.raises(ConfigError, match=r"is another machine, and can't reach http://127\.0\.0\.1:.*--advertise"):
+        RolloutService({MODEL: Engine("a")}, config)
+    lease.release()
 
 
 def test_a_slash_behind_a_sender_is_no_other_sender(world: World, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
+from typing import Any
 
 import pytest
 
 from tests.standins.deaf import deaf_server
 from weightsync.errors import ConfigError
+from weightsync.net import routes
 from weightsync.net.routes import (
     address_towards,
     dialled,
@@ -16,6 +18,7 @@ from weightsync.net.routes import (
     listening,
     name_leads_here,
     own_address_towards,
+    url_towards,
 )
 from weightsync.transfer.tcp import TcpSource
 from weightsync.types import Deadline
@@ -45,6 +48,40 @@ def test_the_interface_of_an_address() -> None:
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("localhost") == "lo"
     assert interface_towards("no address") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "caller", "told"),
+    [
+        ("http://0.0.0.0:9000", "http://127.0.0.1:8700", "http://0.0.0.0:9000"),
+        ("http://0.0.0.0:9000", "http://there:8700", "http://10.1.2.3:9000"),
+        ("https://[::]:9000", "http://there:8700", "https://10.1.2.3:9000"),
+        ("http://10.9.9.9:9000", "http://there:8700", "http://10.9.9.9:9000"),
+        ("http://127.0.0.1:9000", "http://there:8700", None),
+        ("http://127.0.0.1:9000", "http://10.1.2.3:8700", "http://127.0.0.1:9000"),
+        ("http://127.0.0.1:9000", "http://no-such-machine.invalid:8700", "http://127.0.0.1:9000"),
+    ],
+)
+def test_another_machine_is_told_a_url_that_it_reaches(
+    url: str, caller: str, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: a fleet's controller was told http://0.0.0.0:9000, called itself, and every sync failed."""
+    look_up = socket.getaddrinfo
+
+    def known(host: str, *asked: Any, **more: Any) -> Any:
+        return look_up("10.1.2.4" if host == "there" else host, *asked, **more)
+
+    def own(host: str) -> str:
+        known(host, None)
+        return "10.1.2.3"
+
+    monkeypatch.setattr(socket, "getaddrinfo", known)
+    monkeypatch.setattr(routes, "own_address_towards", own)
+    if told is not None:
+        assert url_towards(url, caller, instead="say --host") == told
+    else:
+        with pytest.raises(ConfigError, match=r"can.t reach http://127\.0\.0\.1:9000: say --host"):
+            url_towards(url, caller, instead="say --host")
 
 
 @pytest.mark.parametrize(
