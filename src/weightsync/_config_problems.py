@@ -33,7 +33,7 @@ _MUST = {
     "engines": "URLs of engines; in `serve` a mapping from each model to such a list",
     "guard_s": "a finite number of seconds, 0 or more",
     "last_wait_s": "a finite number of seconds, 0 or more",
-    "lease_s": "a finite number of seconds above 0",
+    "lease_s": "from 0.1 to 3600 seconds",
     "models": "a list of names",
     "port": "a port from 0 to 65535",
     "retries_s": "a list of seconds, 0 or more",

@@ -31,6 +31,7 @@ FloatDtype: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 
 _BROADCASTS = ("broadcast", "sglang")  # strategies with a process group
 _Seconds: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Lease: TypeAlias = Annotated[float, Field(ge=0.1, le=3600, allow_inf_nan=False)]
 _Wait: TypeAlias = Annotated[float, Field(gt=0, le=MAX_WAIT_S, allow_inf_nan=False)]
 _Text: TypeAlias = Annotated[str, Field(min_length=1)]
 _Url: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
@@ -215,7 +216,7 @@ class FleetConfig(_Section):
     commit_policy: Annotated[str, Field(pattern=r"^(each|all|quorum\([1-9][0-9]*\))$")] = Field(
         default="each", description="how many services have staged a version before any commits it"
     )
-    lease_s: _Seconds = Field(default=10.0, description="a service that is cut off answers no longer than this")
+    lease_s: _Lease = Field(default=10.0, description="a service that is cut off answers no longer than this")
     barrier_timeout_s: _Wait = Field(default=600.0, description="how long the models of a set wait for each other")
     prepare_timeout_s: _Wait = Field(default=120.0, description="how long a service may take to fetch and stage")
     commit_timeout_s: _Wait = Field(default=30.0, description="how long it may take to pause and commit")

@@ -137,7 +137,11 @@ def serve(
                 whom = f"in the fleet of {status.controller}, which says what is served"
             print(f"{', '.join(status.models)} at {running.url} (process {os.getpid()}), {whom}", flush=True)
             _watch(running, stop)
-        left = "go on with what they serve" if status.controller is None else "answer nothing: they are in no fleet now"
+        left = "go on with what they serve"
+        if status.controller is not None:
+            left = "answer nothing: they are in no fleet now"
+        elif status.lease is not None:
+            left += ", those that look at its lease for as long as it was lent"
         print(f"stopped by a signal; engines {left}", flush=True)
 
 

@@ -141,7 +141,7 @@ class EmbeddedEngine:
             spans = whole_span(version, len(tokens))  # as vLLM's answers have them: `VersionSpan`
 
         Raises:
-            NotServingError: half-loaded, or paused for over `timeout_s`: do not generate.
+            NotServingError: half-loaded, unleased, or paused for over `timeout_s`. Behind the body: discard the answer.
         """
         with self._gate.generation(timeout_s=timeout_s) as version:
             yield version

@@ -231,7 +231,8 @@ class RolloutService:
         self._server.wait()
 
     def close(self) -> None:
-        """Ends pulls under way and gives the staging back; engines go on with what they serve. Idempotent."""
+        """Ends pulls under way and gives the staging back. Engines go on with what they serve; under its lease for at
+        most `lease_s`, in a fleet no longer. Idempotent."""
         self._closed.set()
         with contextlib.ExitStack() as left:  # from the last one on; what one of them raises keeps none open
             if self.relay is not None:

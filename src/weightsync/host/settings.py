@@ -32,7 +32,10 @@ class RolloutConfig:
 
     Attributes:
         service_id: name of this host's service, for operators of trainers.
-        host, port, token, tls: of its own HTTP face; loopback unless a token is given.
+        host: where its HTTP listens; beyond loopback only with a token.
+        port: of its HTTP; 0: the system's choice.
+        token: bearer token that its callers show.
+        tls: certificate and key; it speaks https then.
         senders: endpoints of agents, or places in object stores (s3://bucket/run), that may be called for every model;
             `/register_sender` adds other agents for one.
         sender_token: the agents' bearer token. A service that has one and no `token` of its own refuses

@@ -102,7 +102,8 @@ def publish(
             Beyond loopback only with a token.
         port: of the agents; 8765, 0: the system's choice.
         advertise: host name by which rollout hosts reach the agents; `host`.
-        last_wait_s: how long the end of the block waits at most until the last version is served, and with a store as
+        last_wait_s: how long the end of the block waits at most until the last version is served (fetched, where
+            `to` is left out), and with a store as
             long before that, until it is stored; 60, 0: not at all.
         store: place in an object store that versions are written to too, by a process of its own: s3://bucket/run,
             gs://, az:// or file:///folder. The trainer never waits for it; where it is slow, versions are passed by.
@@ -273,6 +274,7 @@ class Publisher(Closing):
             step, or the end of the block, brings the newest weights.
 
         Raises:
+            StateError: this publisher is closed.
             VersionError: a version that is not above the last. Nothing was changed.
             TrainerRankError: a rank is gone.
             WeightSyncError: extraction or a copy failed on some rank, told on every rank; nothing was published.
@@ -305,6 +307,7 @@ class Publisher(Closing):
 
         Raises:
             TrainerRankError: a rank is gone. Memory was given back.
+            WeightSyncError: the last step had published nothing, and its weights can't be published now, either.
         """
         if self._closed:
             return

@@ -111,6 +111,7 @@ def push(
     Raises:
         ConfigError: a setting makes no sense, on any rank; or a URL has no engine that can be pushed to.
         AuthError: an engine, or the controller, refuses the token.
+        EngineUnreachableError: nobody answers at an engine's URL.
         NoEnginesError, SyncFailedError: an engine does not answer, or its model has other names, shapes or dtypes.
         WeightSyncError: the weights can't be extracted, or another rank failed. Nothing is left open.
     """
@@ -285,7 +286,8 @@ class Pusher(Closing):
         """Leaves the transfer group and closes what was opened; engines go on serving. Every rank. Idempotent.
 
         Args:
-            wait: whether a last version that was not due is pushed before: the weights as they are now.
+            wait: whether a last version that was not due is pushed before: the weights as they are now. Where that
+                fails, a warning says so.
         """
         self._closed = True
         with self._opened:

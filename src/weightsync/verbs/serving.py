@@ -7,7 +7,7 @@ with service.generation("actor") as version:
 
 entry   engines' URLs are asked what they are, sources and a controller whether they have these models; it listens
 from then on one request waits at each source until there is something newer; it is fetched, proved, loaded
-end     pulls under way end; engines go on with what they serve
+end     pulls under way end; engines go on with what they serve, where they look at a lease as `close` says
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ def serve(
             controller is none, or has not one of these models; the port is taken.
         AuthError: a source, an engine or the controller refuses its token.
         EngineUnreachableError: nobody answers at an engine's URL that does not say what it is.
+        SharedMemoryError: the lease's file can't be made or taken: its folder is missing, it is another user's, or
+            another service has it.
         MissingDependencyError: what reads a source's store is not installed.
     """
     check_options(serve, options, RolloutConfig)
@@ -182,7 +184,8 @@ class Service(Closing):
         """Surround each generation of a module with this; gives the version that it runs on, None before the first.
 
         Raises:
-            NotServingError: half-loaded, without a lease, or paused for over `timeout_s`: do not generate.
+            NotServingError: half-loaded, without a lease, or paused for over `timeout_s`: do not generate. Behind the
+                body: the lease was lost meanwhile; throw away what was generated.
             ConfigError: the model has another engine than one module of this process.
         """
         engines = self._engines.get(model_id)
@@ -225,7 +228,8 @@ class Service(Closing):
         self._service.wait()
 
     def close(self) -> None:
-        """Ends pulls under way; engines go on with what they serve. Idempotent."""
+        """Ends pulls under way. Engines go on with what they serve; those that look at its lease for at most `lease_s`
+        (60 s), in a fleet no longer. Idempotent."""
         with self._opened:
             self._service.close()
 
