@@ -181,7 +181,7 @@ def check_death_in_extraction(job: Job, rank: int) -> None:
         job.sync.sync_weights(job.version + 1)
     with pytest.raises(TrainerRankError, match="is gone"):
         job.sync.run("step", timeout_s=CALL_S)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 12
     assert [job.served(engine) for engine in (0, 1)] == served
 
 

@@ -83,8 +83,7 @@ def test_a_training_step_and_the_weight_sync_flow(start: Start, trained: Trained
     trained.ranks.ask("connect", dataflow.url)
     for _ in range(3):
         truth = trained.step()
-        told_s = trained.ranks.ask("notify_async", trained.version)[0]
-        assert told_s < 2.0
+        trained.ranks.ask("notify_async", trained.version)
         assert trained.ranks.ask("get_batch", trained.version)[0] is True, "service_version >= trainer_version"
         assert raas.serving() == (f"{RUN}/{trained.version}", truth)
     dataflow.child.kill()

@@ -306,6 +306,10 @@ def test_a_server_that_is_killed_while_it_loads_fails_alone(pulls: Make, there: 
         run.publish(2)
         with pytest.raises(WeightSyncError):
             run.sync(wait_s=5)
+        end = time.monotonic() + 60
+        while not run.service.status().models["m"].errors:
+            assert time.monotonic() < end, run.service.status()
+            time.sleep(0.1)  # between two looks
     there.server.start()
     there.server.wait_until_ready()
     run.sync()

@@ -28,9 +28,11 @@ from weightsync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
     EngineError,
+    EngineUnreachableError,
     InvalidRequestError,
     ManifestMismatchError,
     NoRoomError,
+    SharedMemoryError,
     TransferAbortedError,
     TransferError,
     WeightSyncError,
@@ -328,6 +330,19 @@ class Attempt:
     def pull(self, seconds: float = 10.0) -> StagedVersion:
         return self.puller.pull(deadline=Deadline(seconds))
 
+    def fails_with(self, kind: type[WeightSyncError], text: str) -> None:
+        """Its first attempt; there is no second one."""
+        tried: list[WeightSyncError] = []
+
+        def retrying(error: WeightSyncError) -> None:
+            tried.append(error)
+            self.puller.cancel()
+
+        with pytest.raises(TransferAbortedError, match="cancelled"):
+            self.puller.pull(deadline=Deadline(10.0), retrying=retrying)
+        assert isinstance(tried[0], kind)
+        assert text in str(tried[0])
+
     @property
     def arrived(self) -> set[int]:
         """Blocks that are there, and were right."""
@@ -614,9 +629,9 @@ def test_blocks_are_fetched_from_the_host_that_was_named(liar: LyingAgent, attem
     elsewhere = Nobody("127.0.0.2")
     liar.bend = lambda grant: grant.update(host="127.0.0.2", port=elsewhere.port)
     with contextlib.closing(elsewhere):
-        with pytest.raises(WeightSyncError):
-            attempt.pull(0.5)
+        attempt.fails_with(EngineUnreachableError, f"127.0.0.1:{elsewhere.port} cut the stream")
         assert not elsewhere.was_called()
+    assert "/request_transfer" in liar.paths
 
 
 def _reply(status: int, body: bytes, **headers: str) -> Callable[[LyingAgent], None]:
@@ -666,8 +681,7 @@ def test_a_segment_lies_in_the_folder_of_segments_and_is_ours(name: str) -> None
     liar = LyingAgent(transport=Transport.SHM)
     liar.bend = lambda grant: grant["publication"]["sources"][0].update(segment=name)
     attempt = Attempt(liar, transport=None)
-    with pytest.raises(WeightSyncError):
-        attempt.pull(0.2)
+    attempt.fails_with(SharedMemoryError, name if name == "weightsync-host-0" else "nothing was opened")
     attempt.close()
     liar.close()
 

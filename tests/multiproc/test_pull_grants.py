@@ -167,15 +167,16 @@ def test_a_flipped_bit_anywhere_in_a_grant_changes_nothing_or_is_refused(liar: L
             return True
 
         liar.reply = reply
-        num_accepted = 0
+        num_accepted, refused = 0, list[type[WeightSyncError]]()
         for _ in range(NUM_FLIPS):
             try:
-                with puller.pull(deadline=Deadline(0.5)) as pulled:
+                with puller.pull(deadline=Deadline(5.0)) as pulled:
                     assert (pulled.manifest, pulled.incarnation) == right
                     num_accepted += 1
-            except WeightSyncError:
-                pass
+            except WeightSyncError as error:
+                refused.append(type(error))
         assert num_accepted < NUM_FLIPS // 4, "most flips are seen"
+        assert refused.count(EngineError) > NUM_FLIPS // 2, "and not for mere time"
 
 
 def test_another_model_is_not_taken(liar: LyingAgent) -> None:

@@ -377,7 +377,7 @@ def test_the_writer_is_told_of_damage_where_no_version_is_good(tmp_path, key) ->
     (tmp_path / "run" / key).unlink()
     with chain_of(store), puller_of(store.url) as reader:
         with pytest.raises(DeadlineExceededError, match="StoreDamagedError"):
-            pulled(reader, timeout_s=0.5)
+            pulled(reader, timeout_s=2.0)
         Sweeper(store, made.writer, keep_s=60.0, every_s=0.0).sweep(now=True)
         made.write(4)
         assert made.writer.current.is_anchor

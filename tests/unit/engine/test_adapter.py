@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def test_a_generation_of_the_adapter_holds_off_its_base(pair: Pair) -> None:
     with pair.adapter.generation():
         thread = threading.Thread(target=lambda: pair.push_base(2))
         thread.start()
-        thread.join(0.5)
+        while pair.base._gate.serving and thread.is_alive():
+            time.sleep(0.001)
+        thread.join(0.2)
         assert thread.is_alive()
         assert torch.equal(logits(pair.here), before)
     thread.join(30)

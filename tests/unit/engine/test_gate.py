@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_a_pause_waits_for_running_generations_and_keeps_new_ones_out() -> None:
     running.__enter__()
     pausing = in_thread(lambda: gate.pause("s", timeout_s=10, lease_s=10), name="pause")
     while gate.serving:
-        pass
+        time.sleep(0.001)
     with pytest.raises(NotServingError, match="paused"), gate.generation(timeout_s=0.05):
         pytest.fail("a generation began while a pause waits")
     assert not pausing.done()
@@ -170,7 +171,7 @@ def test_nobody_fences_for_a_write_while_a_generation_runs() -> None:
     running.__enter__()
     pausing = in_thread(lambda: gate.pause("s", timeout_s=10, lease_s=10), name="pause")
     while gate.serving:
-        pass
+        time.sleep(0.001)
     assert not gate.fence_if_paused_by("s", "weights are written")
     running.__exit__(None, None, None)
     pausing.result(5)
@@ -236,7 +237,7 @@ def test_a_lease_never_opens_a_fence() -> None:
     gate.pause("dead trainer", timeout_s=0.0, lease_s=0.05)
     gate.fence("half-loaded")
     while holds_pause(gate, "dead trainer"):
-        pass
+        time.sleep(0.001)
     assert not gate.serving
     with pytest.raises(NotServingError, match="half-loaded"), gate.generation(timeout_s=5):
         pytest.fail("half-loaded weights were served")
@@ -286,11 +287,11 @@ def test_a_pause_that_was_released_meanwhile_takes_nothing_from_the_next_one() -
     running.__enter__()
     first = in_thread(lambda: gate.pause("a", timeout_s=2, lease_s=30), name="a")
     while gate.serving:
-        pass
+        time.sleep(0.001)
     gate.release("a")
     second = in_thread(lambda: gate.pause("b", timeout_s=20, lease_s=30), name="b")
     while gate.serving and not second.done():
-        pass
+        time.sleep(0.001)
     assert isinstance(first.exception(15), WeightSyncError)
     assert not gate.serving, "b still holds its pause"
     running.__exit__(None, None, None)
@@ -304,7 +305,7 @@ def test_a_pause_that_was_released_meanwhile_is_no_success() -> None:
     running.__enter__()
     first = in_thread(lambda: gate.pause("a", timeout_s=5, lease_s=30), name="a")
     while gate.serving:
-        pass
+        time.sleep(0.001)
     gate.release("a")
     running.__exit__(None, None, None)
     assert isinstance(first.exception(5), WeightSyncError)

@@ -31,6 +31,13 @@ class Served:
             return version
 
 
+def until_somebody_waits(served: Served) -> None:
+    end = time.monotonic() + LONG_S
+    while not served.gate._changed._waiters:  # type: ignore[attr-defined]
+        assert time.monotonic() < end
+        time.sleep(0.0005)
+
+
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     made = Served(tmp_path)
@@ -61,6 +68,7 @@ def test_a_hold_is_waited_for(served: Served) -> None:
     with pytest.raises(NotServingError, match=r"has been paused for over 0.05 s"):
         served.generates(0.05)
     waiting = in_thread(lambda: served.generates(LONG_S), name="waits")
+    until_somebody_waits(served)
     served.gate.serve(V1)
     assert not waiting.done()
     served.lease.lift()
@@ -76,6 +84,7 @@ def test_a_hold_that_ends_by_itself_refuses_who_waits(served: Served) -> None:
 def test_a_lease_that_ends_refuses_who_waits_for_a_hold(served: Served) -> None:
     served.lease.hold(boot_s() + 100.0)
     waiting = in_thread(lambda: served.generates(LONG_S), name="waits")
+    until_somebody_waits(served)
     served.lease.revoke()
     with pytest.raises(NotServingError, match="holds no lease"):
         waiting.result(LONG_S)

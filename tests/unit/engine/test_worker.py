@@ -193,7 +193,7 @@ def test_a_trainer_that_falls_silent_is_aborted_at_the_deadline() -> None:
     assert bench.receiver.closed.wait(20), "the group is dropped, so that others notice"
     end = time.monotonic() + 5
     while not bench.loader.aborts and time.monotonic() < end:
-        pass
+        time.sleep(0.001)
     assert "trainer is gone" in bench.loader.aborts[0]
     assert bench.loader.serves(0)
     works_again(bench)
@@ -201,11 +201,11 @@ def test_a_trainer_that_falls_silent_is_aborted_at_the_deadline() -> None:
 
 def test_a_chunk_that_waits_for_its_turn_ends_with_the_deadline() -> None:
     bench = Bench()
-    bench.worker.begin(begin(deadline_s=0.2))
+    bench.worker.begin(begin(deadline_s=2.0))
     started = time.monotonic()
     with pytest.raises(DeadlineExceededError):
         bench.worker.update(chunk(1))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15
 
 
 def test_a_commit_in_time_stops_the_watchdog() -> None:
@@ -316,7 +316,7 @@ def test_a_loader_that_never_returns_marks_its_worker(monkeypatch: pytest.Monkey
     loading.exception(5)
     end = time.monotonic() + 5
     while not bench.loader.aborts and time.monotonic() < end:
-        pass
+        time.sleep(0.001)
     assert len(bench.loader.aborts) == 1, "it came back after all"
 
 

@@ -301,7 +301,7 @@ def test_an_engine_that_never_answers_costs_the_timeout_and_no_more() -> None:
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="describe") as caught:
             describe(url, timeout_s=0.3)
-        assert 0.25 < time.monotonic() - started < 4
+        assert 0.25 < time.monotonic() - started < 10
     assert caught.value.peer == "e"
 
 

@@ -579,8 +579,10 @@ def test_the_next_pause_waits_for_the_end_of_an_earlier_one(monkeypatch: pytest.
     handle = joined(api, "run")
     aborted_while_busy(handle, api, "s")
     resumes, pauses, pause = threading.Event(), threading.Event(), api.pause
+    mends: list[threading.Thread] = []
 
     def slow_resume(**_: Any) -> None:
+        mends.append(threading.current_thread())
         resumes.set()
         pauses.wait(0.3)
         api.paused = False
@@ -592,11 +594,8 @@ def test_the_next_pause_waits_for_the_end_of_an_earlier_one(monkeypatch: pytest.
     api.resume, api.pause = slow_resume, early_pause  # type: ignore[method-assign]
     api.busy = False
     assert resumes.wait(5)
-    mends = [thread for thread in threading.enumerate() if thread.name == "weightsync-mend-run"]
     begun(handle, "t")
-    for thread in mends:
-        thread.join(5)
-    assert mends
+    mends[0].join(5)
     assert api.paused
     handle.call(EngineOp.COMMIT, CommitRequest(session="t"), timeout_s=5)
 

@@ -40,7 +40,7 @@ from weightsync.types.fleet import (
 from weightsync.types.service import ModelStatus
 
 LONG_S = 10.0
-LEASE_S = 2.0
+LEASE_S = 3.0
 MODELS = ("a", "b")
 
 

@@ -16,7 +16,7 @@ import torch
 
 from weightsync.agent.api import TransferAgent
 from weightsync.clients.agent import AgentClient
-from weightsync.errors import ConfigError, StateError, WeightSyncError
+from weightsync.errors import ConfigError, StateError, TransferAbortedError
 from weightsync.host.agent_calls import Agents
 from weightsync.host.puller import Puller
 from weightsync.host.relay import Relay, RelayShelf, relay_of
@@ -369,5 +369,5 @@ def test_a_pull_that_is_cancelled_ends(one: Trainer) -> None:
     """Nothing is published: it waits, relaying or not."""
     with hosts(one, "first") as (first,):
         first.puller.cancel()
-        with pytest.raises(WeightSyncError):
+        with pytest.raises(TransferAbortedError, match="cancelled"):
             first.pull(0, seconds=5)

@@ -223,6 +223,7 @@ def test_an_agent_that_is_gone_gives_way_to_one_that_has_the_run(world: World) -
     world.agents = {OLD: Agent("r1", 1), NEW: Agent("r1", 1)}
     world.serve("a", patience_s=30.0)
     world.register(NEW)
+    wait_until(lambda: world.agents[NEW].num_asked and world.asks_nobody, "both were asked")
     world.agents[OLD].raises = EngineUnreachableError("gone")
     world.agents[NEW].number = 2
     assert world.notify(OLD, "r1", 2).version == 2

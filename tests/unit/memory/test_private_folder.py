@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -65,11 +66,14 @@ def test_it_goes_with_a_folder_that_somebody_made_in_it(tmp_path: Path) -> None:
 
 def test_one_that_nobody_has_any_more_goes_with_its_descriptor() -> None:
     """Seen red: it was removed, and the descriptor with its lock stayed."""
-    before = os.listdir("/proc/self/fd")
     path = PrivateFolder().path
     gc.collect()
     assert not os.path.exists(path)
-    assert os.listdir("/proc/self/fd") == before
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it meanwhile
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    assert not [link for link in links if link.startswith(path)]
 
 
 def test_it_goes_when_its_owner_ends_without_a_word(owner: subprocess.Popen[str]) -> None:
@@ -83,7 +87,6 @@ def test_it_is_removed_by_others_when_its_owner_is_killed(owner: subprocess.Pope
     with owner:
         path = path_of(owner)
         owner.kill()
-    assert path.is_dir()
     reclaim_dead()
     assert not path.exists()
 

@@ -156,10 +156,10 @@ def test_half_open_connections_shut_nobody_out_and_cut_nobody_who_is_served(tmp_
     try:
         waits = served.ask("/wait")
         while served.answer(served.ask("/waiting")) != b"1":
-            pass
+            time.sleep(0.001)
         attackers = half_open(served.address, 5 * DESCRIPTORS)
         took = [served.health_s() for _ in range(10)]
-        assert max(took) < 5, took
+        assert max(took) < 8, took
         assert min(took) < 1, took
         assert served.num_descriptors() < DESCRIPTORS // 2, "the rest is for what the process is for"
         attackers[0].settimeout(10)
@@ -167,7 +167,7 @@ def test_half_open_connections_shut_nobody_out_and_cut_nobody_who_is_served(tmp_
             assert attackers[0].recv(10) == b"", "the oldest is cut at once"
         for attacker in attackers:
             attacker.close()
-        assert served.health_s() < 5
+        assert served.health_s() < 8
         assert served.answer(served.ask("/let")) == b"{}"
         assert served.answer(waits) == b'{"waited":true}'
         assert len(served.lines()) < 10, served.lines()[:20]
@@ -188,7 +188,7 @@ def test_a_process_without_a_descriptor_left_goes_on_when_it_has_some(served: Se
     for each in waiting:
         assert each.recv(4000).startswith(b"HTTP/1.1 200")
         each.close()
-    assert served.health_s() < 5
+    assert served.health_s() < 8
     assert 1 <= len(served.lines()) < 10, served.lines()[:20]
 
 

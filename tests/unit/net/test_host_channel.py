@@ -72,7 +72,7 @@ def test_one_process_is_let_in_and_no_other(peers: tuple[Peer, Peer], tmp_path: 
             raw.connect(str(tmp_path / "s"))
             with contextlib.suppress(ConnectionError):  # it is cut, one way or the other, and nothing is said to it
                 assert raw.recv(100) == b""
-        channel.wait(timeout_s=0.5)
+        channel.wait(timeout_s=0.05)
         assert list(channel.received()) == []
         peer.says(repr(PONG))
         assert heard(channel) == [Pong()]

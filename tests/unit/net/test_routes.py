@@ -111,7 +111,7 @@ def test_silent_addresses_of_a_host_share_one_time_to_connect(monkeypatch: pytes
     """A pull's streams dial so, too. Seen red there: each address had that time of its own."""
     look_up = socket.getaddrinfo
     with deaf_server() as deaf:
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: look_up(*asked, **more) * 8)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: look_up(*asked, **more) * 40)
         started = time.monotonic()
         source = TcpSource(
             Source(endpoint="http://h:1", segment="s", data_start=0, data_end=1, block_bytes=4096),
@@ -122,7 +122,7 @@ def test_silent_addresses_of_a_host_share_one_time_to_connect(monkeypatch: pytes
         for dial in (dialled, lambda address, within: source._connect(within.remaining_s)):
             with pytest.raises(TimeoutError):
                 dial(deaf.getsockname(), Deadline(0.5))
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 10
         mute = (socket.AF_INET, socket.SOCK_STREAM, 6, "", deaf.getsockname())
         monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: [mute, *look_up(*asked, **more)])
         with (

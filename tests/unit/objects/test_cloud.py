@@ -134,14 +134,14 @@ class _Slow(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         with contextlib.suppress(OSError):
             for _ in range(10):
-                threading.Event().wait(20 if self.path.endswith("still") else 0.2)
+                threading.Event().wait(20 if self.path.endswith("still") else 0.4)
                 self.wfile.write(bytes(100))
 
     def do_PUT(self) -> None:
         step = int(self.headers["content-length"]) // 10
         with contextlib.suppress(OSError):
             for _ in range(10):
-                threading.Event().wait(0.2)
+                threading.Event().wait(0.4)
                 self.rfile.read(step)
             self.send_response(200)
             self.send_header("content-length", "0")
@@ -160,7 +160,7 @@ def test_a_slow_link_is_no_stall(endpoint: str) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         with at_endpoint(f"http://127.0.0.1:{server.server_port}"):
-            store = CloudStore(f"s3://{BUCKET}/slow", stall_s=1.0)
+            store = CloudStore(f"s3://{BUCKET}/slow", stall_s=2.0)
         store.get_range("x", 0, memoryview(bytearray(1000)), deadline=Deadline(20))
         store.put_large("x", bytes(10 << 20), deadline=Deadline(20))
         begun = Deadline(60)

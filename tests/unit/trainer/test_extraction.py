@@ -278,7 +278,7 @@ def two_ranks(rank: int, world_size: int, what: str, faulty: int) -> tuple[str, 
         _no_thread("weightsync-extract")
     started = time.monotonic()
     running = extraction(
-        Eager(8, at=at), keep=rank == 0, ranks=ranks, timeout_s=1.0 if what == "silence" and rank == faulty else 10.0
+        Eager(8, at=at), keep=rank == 0, ranks=ranks, timeout_s=1.0 if what == "silence" and rank == faulty else 30.0
     )
     if what == "stop" and rank == faulty:
         if rank == 0:
@@ -315,8 +315,8 @@ def test_what_ends_one_rank_ends_both_and_they_stay_in_step(what: str, faulty: i
     A rank that leaves without telling meets the others' next agreement with something else: gloo then mixes up
     two collectives of different sizes.
     """
-    results = run_ranks(two_ranks, 2, what, faulty, timeout_s=30)
+    results = run_ranks(two_ranks, 2, what, faulty, timeout_s=60)
     assert tuple(ended for ended, _, _ in results) == expected
     for _, took, said in results:
-        assert took < 6
+        assert took < 15
         assert said == [0, 1]

@@ -26,8 +26,8 @@ from weightsync.trainer.push import PushSync
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.transfer.registry import strategy_named
 
-MEET_S = 4.0
-SCHEDULING_S = 3.0  # between a moment and the thread that waits for it, where everything else runs too
+MEET_S = 6.0
+SCHEDULING_S = 5.0  # between a moment and the thread that waits for it, where everything else runs too
 
 
 def facts(error: BaseException) -> tuple[str, str]:
@@ -95,7 +95,7 @@ def test_an_error_on_any_rank_is_raised_on_every_rank_and_both_stay_in_step() ->
 
 
 def lonely(rank: int, world_size: int, conn: Any) -> Any:
-    ranks = TrainingRanks(timeout_s=8)
+    ranks = TrainingRanks(timeout_s=30)
     conn.send("ready")
     conn.recv()
     started = time.monotonic()
@@ -116,9 +116,9 @@ def test_a_rank_that_is_killed_is_noticed_at_once_and_not_waited_for_again() -> 
         assert [child.recv(30) for child in two] == ["ready", "ready"]
         two[1].kill()
         two[0].conn.send("go")
-        seen, seconds = two[0].recv(20)
+        seen, seconds = two[0].recv(60)
     assert seen == ["TrainerRankError", "TrainerRankError", "LoadError"], "one's own error stays the one that is told"
-    assert seconds < 5
+    assert seconds < 15
 
 
 def meets(rank: int, world_size: int, conn: Any) -> Any:

@@ -241,7 +241,7 @@ def test_a_chunk_is_let_go_of_once_it_is_packed() -> None:
     assert len(client.announced) == 2
     for number in range(4):
         while len(client.answers) <= number:
-            pass
+            time.sleep(0.001)
         client.answers[number].set_result({})
     assert sending.result(5) == 4
     assert in_memory == [0, 0, 0, 0]
@@ -255,14 +255,14 @@ def test_the_third_chunk_waits_for_the_first_not_for_the_second() -> None:
         name="s",
     )
     while len(client.answers) < 2:
-        pass
+        time.sleep(0.001)
     client.answers[1].set_result({})
     with pytest.raises(TimeoutError):
         sending.result(0.1)
     assert len(client.announced) == 2
     client.answers[0].set_result({})
     while len(client.answers) < 3:
-        pass
+        time.sleep(0.001)
     client.answers[2].set_result({})
     assert sending.result(5) == 3
 
@@ -273,9 +273,9 @@ def test_an_engines_words_are_preferred_to_the_broken_connection() -> None:
     group.error = TransferError("a member left")
     sending = in_thread(lambda: end.send_chunks(iter([chunk()]), client, session="s", deadline=Deadline(10)), name="s")
     while not client.answers:
-        pass
+        time.sleep(0.001)
     while not group.closed:
-        pass
+        time.sleep(0.001)
     client.answers[0].set_exception(SyncFailedError("update failed", causes={"e": LoadError("no room")}))
     error = sending.exception(5)
     assert isinstance(error, SyncFailedError)
@@ -290,7 +290,7 @@ def test_a_broken_connection_without_words_is_told_soon() -> None:
     started = time.monotonic()
     with pytest.raises(TransferError, match="a member left"):
         end.send_chunks(iter([chunk(), chunk()]), client, session="s", deadline=Deadline(30))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
 
 
 def test_an_engine_that_never_answers_costs_the_deadline() -> None:
@@ -299,7 +299,7 @@ def test_an_engine_that_never_answers_costs_the_deadline() -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineExceededError):
         end.send_chunks(iter([chunk()]), client, session="s", deadline=Deadline(0.2))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
     with pytest.raises(WeightSyncError, match="broken"):
         end.send_chunks(iter([chunk()]), client, session="s", deadline=Deadline(5))
 
@@ -318,7 +318,7 @@ def test_a_master_that_is_not_there() -> None:
     with pytest.raises(GroupJoinError) as caught:
         join_group(info(master_port=1, join_timeout_s=0.5), rank=1)
     assert caught.value.rank == 1
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
 
 
 def test_an_address_that_is_not_ours() -> None:
@@ -369,7 +369,7 @@ def test_a_receiver_that_is_alone_ends_with_its_deadline() -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineExceededError):
         receiver.receive_weights(request(0), deadline=Deadline(0.3))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 8
     end.close()
 
 
