@@ -165,7 +165,6 @@ ELSEWHERE = {
     "engine/session": "unit/engine/test_worker.py",
     "extract/base": "unit/extract/test_module.py",
     "extract/registry": "unit/extract/test_megatron_bridge.py",
-    "handles/chunk_turns": "unit/handles/test_sglang_engine.py",
     "handles/stepped": "unit/handles/test_sglang_engine.py",
     "handles/sglang_api": "unit/handles/test_sglang.py",
     "handles/sglang_messages": "unit/handles/test_sglang.py",

@@ -1,4 +1,4 @@
-"""Session and Turns: one sync as an engine worker sees it, and the order of its chunks."""
+"""Session and SessionTurns: one sync as an engine worker sees it, and the order of its chunks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from weightsync.errors import (
     WeightSyncError,
     as_weightsync_error,
 )
+from weightsync.handles.chunk_turns import Turns
 from weightsync.transfer.base import WeightTransferReceiver
 from weightsync.types import AnyUpdateRequest, BeginRequest, Deadline, Manifest, PatchWeightUpdateRequest
 
@@ -31,8 +32,8 @@ class Session:
         self.deadline = Deadline(request.deadline_s)
         self.decoder = decoder
         self.receiver = receiver
-        self.receiving = Turns()
-        self.loading = Turns()
+        self.receiving = SessionTurns()
+        self.loading = SessionTurns()
         self.staged: Manifest | None = None
         self.changes: dict[str, ShardSum] = {}  # of a patch: what it adds to the sum of each tensor
         self.proved = False  # what was staged, from the memory that will serve
@@ -77,40 +78,23 @@ def _tensors_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {spec.name: (spec.dtype, spec.shape) for spec in manifest.tensors}
 
 
-class Turns:
-    """Chunks take turns in the order of their numbers, whatever order their calls come in."""
+class SessionTurns(Turns):
+    """Those of an engine worker's session."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._next = 0
-        self._busy = False
+        super().__init__(most_ahead=_MAX_AHEAD)
 
     @contextlib.contextmanager
     def turn(self, seq: int, session: Session) -> Iterator[None]:
-        """The turn of chunk `seq`. A failure in it is noted before the next chunk has its turn."""
-        with self._changed:
-            while self._busy or seq != self._next:
-                session.check()
-                if seq < self._next:
-                    raise InvalidRequestError(f"chunk {seq} was announced twice")
-                if seq > self._next + _MAX_AHEAD:
-                    raise InvalidRequestError(f"chunk {seq} was announced while {self._next} is under way")
-                self._changed.wait(session.deadline.remaining_s)
-            session.check()
-            self._busy = True
-        failure: WeightSyncError | None = None
-        try:
-            yield
-        except BaseException as error:
+        """The turn of chunk `seq`. A failure in it ends the session."""
+
+        def failed(error: BaseException) -> BaseException:
             failure = as_weightsync_error(error, LoadError, f"chunk {seq} failed")
-            raise failure from error
-        finally:
-            if failure is not None:
-                session.note(failure)
-            with self._changed:
-                self._busy = False
-                self._next = seq + 1
-                self._changed.notify_all()
+            session.note(failure)
+            return failure
+
+        with self.taken(seq, session.deadline, check=session.check, failed=failed):
+            yield
 
     @contextlib.contextmanager
     def idle(self, session: Session | None, patience_s: float = 0.0) -> Iterator[None]:
@@ -132,8 +116,3 @@ class Turns:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Whoever waits looks at the session again."""
-        with self._changed:
-            self._changed.notify_all()

@@ -1,10 +1,10 @@
-"""The one session that an engine's handle has open, and the order in which its chunks go to the engine."""
+"""The order in which a session's chunks are taken, and the one session that an engine's handle has open."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from weightsync.errors import (
     EngineError,
@@ -17,16 +17,77 @@ from weightsync.errors import (
 from weightsync.types import Deadline, Version
 
 
-class ChunkTurns:
-    """A session's chunks take turns in the order of their numbers: an engine's worker has one thread, and one that
-    waits for chunk k + 1 would never be told of chunk k."""
+class Turns:
+    """Chunks take turns in the order of their numbers, whatever order their calls come in: who has one thread, and
+    waits for chunk k + 1, would never be told of chunk k.
 
-    def __init__(self, name: str, version: Version) -> None:
-        self.name = name
-        self.version = version
+    Args:
+        most_ahead: how many chunks may wait for their turn; each holds a thread.
+    """
+
+    def __init__(self, *, most_ahead: int | None = None) -> None:
         self._changed = threading.Condition()
+        self._most_ahead = most_ahead
         self._next = 0
         self._busy = False
+        self._now: int | None = None  # whose turn it is
+
+    @contextlib.contextmanager
+    def taken(
+        self,
+        seq: int,
+        deadline: Deadline,
+        *,
+        check: Callable[[], None],
+        failed: Callable[[BaseException], BaseException],
+    ) -> Iterator[None]:
+        """The turn of chunk `seq`.
+
+        Args:
+            deadline: for the wait.
+            check: raises what has ended the session; called again behind each `wake`.
+            failed: told of a failure before the next chunk has its turn; what is raised of it.
+
+        Raises:
+            InvalidRequestError: it had its turn before, or is too far ahead.
+            DeadlineExceededError: its turn did not come in time.
+        """
+        with self._changed:
+            while self._busy or seq != self._next:
+                check()
+                if seq < self._next or seq == self._now:
+                    raise InvalidRequestError(f"chunk {seq} was announced twice")
+                if self._most_ahead is not None and seq > self._next + self._most_ahead:
+                    raise InvalidRequestError(f"chunk {seq} was announced while {self._next} is under way")
+                self._changed.wait(deadline.check(f"turn of chunk {seq}"))
+            check()
+            self._busy, self._now = True, seq
+        try:
+            yield
+        except BaseException as error:
+            raised = failed(error)
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            with self._changed:
+                self._busy, self._now = False, None
+                self._next = seq + 1
+                self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Whoever waits looks again at what has ended the session."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class ChunkTurns(Turns):
+    """Those of a handle's session."""
+
+    def __init__(self, name: str, version: Version) -> None:
+        super().__init__()
+        self.name = name
+        self.version = version
         self._error: WeightSyncError | None = None
 
     @contextlib.contextmanager
@@ -35,26 +96,15 @@ class ChunkTurns:
 
         Raises:
             TransferAbortedError: the session has failed.
-            DeadlineExceededError: its turn did not come in time.
+            InvalidRequestError, DeadlineExceededError: see `Turns.taken`.
         """
-        with self._changed:
-            while self._busy or seq != self._next:
-                self._check()
-                if seq < self._next or (self._busy and seq == self._next):
-                    raise InvalidRequestError(f"chunk {seq} was announced twice")
-                self._changed.wait(deadline.check(f"turn of chunk {seq}"))
-            self._check()
-            self._busy = True
-        try:
-            yield
-        except BaseException as error:
+
+        def failed(error: BaseException) -> BaseException:
             self.fail(as_weightsync_error(error, EngineError, f"chunk {seq} failed"))
-            raise
-        finally:
-            with self._changed:
-                self._busy = False
-                self._next = seq + 1
-                self._changed.notify_all()
+            return error
+
+        with self.taken(seq, deadline, check=self._check, failed=failed):
+            yield
 
     def fail(self, error: WeightSyncError) -> None:
         """Ends the wait of every chunk; the first error counts."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
+import logging
 import os
 from typing import Any
 
@@ -62,6 +63,7 @@ from weightsync.types import (
     UpdateRequest,
 )
 
+_logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 8
 _ALREADY = "already open"  # SGLang's words
 _FUSES = "SGLang fuses and shards weights, so live bytes can't be read back in the manifest's coordinates"
@@ -289,8 +291,10 @@ class MappedLoad(SGLangLoad):
         self._close_bracket(deadline)
 
     def abort(self, request: AbortRequest, deadline: Deadline) -> None:
-        with contextlib.suppress(WeightSyncError):  # whatever it is, the server is not left in its bracket and pause
+        try:
             self._step(EngineOp.ABORT, request, deadline)
+        except WeightSyncError as error:  # whatever it is, the server is not left in its bracket and pause
+            _logger.warning("the workers of %s were not told of an abort: %s", self._api.url, error)
         super().abort(request, deadline)
 
     def _step(self, op: EngineOp, request: Any, deadline: Deadline, *, flush: bool = False) -> list[StepAnswer]:

@@ -69,7 +69,11 @@ class FleetModel(ModelUpdater):
     def check_may_commit(self, version: Version) -> None:
         """Raises StateError where that version is neither staged nor served."""
         with self._changed:
-            if self.permit.staged != version and not self.engines.serve(version) and not self.permit.allows(version):
+            if (
+                self.permit.staged != version
+                and not self.engines.all_serve(version)
+                and not self.permit.allows(version)
+            ):
                 raise StateError(
                     f"model {self.model_id} has {self.permit.staged or 'nothing'} staged: prepare it first",
                     version=str(version),

@@ -236,7 +236,7 @@ class ModelUpdater:
         with self._changed:
             noted = self._status.run_id == version.run_id and version.number <= (self._status.version or 0)
             noted |= self._late is None or not is_in(version, self._late[0].version)
-            return noted and self.engines.serve(version) and self._status.state != "loading"
+            return noted and self.engines.all_serve(version) and self._status.state != "loading"
 
     # --- what it says ---
 

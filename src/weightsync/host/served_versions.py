@@ -159,7 +159,7 @@ class ServedVersions:
             over = {engine.name: engine.was_silent for engine in self._engines if engine.silence is None}
         return {who: why for who, why in errors.items() if over.get(who) != why}
 
-    def serve(self, version: Version) -> bool:
+    def all_serve(self, version: Version) -> bool:
         """Whether all serve that version or a newer one of its run."""
         return not self._outdated(version)
 
@@ -190,7 +190,7 @@ class ServedVersions:
         for engine, reply, began_s in self._found():
             if reply.intact and (reply.version, reply.model_digest) == (version, digest) and version != engine.unequal:
                 self._take_over(engine, version, digest, began_s)
-        return self.serve(version)
+        return self.all_serve(version)
 
     def adopt_any(self) -> Version | None:
         """As `adopt`, of the version with one digest that all say that they were given; None: there is none.
@@ -206,7 +206,7 @@ class ServedVersions:
             return None
         for engine, _, began_s in found:
             self._take_over(engine, version, digest, began_s, incarnation=_UNSURE)
-        return version if self.serve(version) else None
+        return version if self.all_serve(version) else None
 
     def settle(self, incarnation: str | None) -> None:
         """What `adopt_any` took over is of that life of its trainer; None: it is taken back."""
