@@ -17,7 +17,7 @@ from tests.multiproc.test_verbs import command
 from tests.standins.processes import children, free_port
 from tests.unit.cli.test_status import run
 from weightsync.cli import app
-from weightsync.errors import ConfigError, SyncFailedError
+from weightsync.errors import ConfigError, NoEnginesError, SyncFailedError
 
 TOKEN = "a-token-for-tests-only"
 _LONG_S = 90.0
@@ -90,6 +90,24 @@ def test_check_and_push_name_what_a_vllm_has_not(vllm_server: Server, serves: Ca
     with weightsync.push(model, vllm_server.url) as push:
         assert push.step() is not None
     serves(0)
+
+
+def test_a_push_goes_on_with_a_vllm_that_was_killed_and_started_again(
+    vllm_server: Server, serves: Callable[[int], None]
+) -> None:
+    model = build_model()
+    with weightsync.push(model, f"vllm+{vllm_server.url}") as push:
+        assert push.step() is not None
+        vllm_server.kill()
+        train_step(model, 1)
+        with pytest.raises(NoEnginesError):
+            push.step()
+        vllm_server.start()
+        vllm_server.wait_until_ready()
+        report = push.step()
+    assert report is not None
+    assert report.version.number == 3, "a number that failed is not used again"
+    serves(1)
 
 
 def test_a_vllm_that_stays_paused_is_wrong_until_the_next_push(vllm_server: Server) -> None:

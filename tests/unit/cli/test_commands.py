@@ -174,7 +174,9 @@ def started(*words: object) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("words", ["status URL", "trace URL", "inspect URL", "pull URL --out OUT", "doctor URL"])
+@pytest.mark.parametrize(
+    "words", ["status URL", "trace URL", "inspect URL", "pull URL --out OUT", "export URL OUT", "doctor URL"]
+)
 def test_ctrl_c_ends_what_waits_for_an_answer(words: str, tmp_path: Path) -> None:
     with silent() as (url, listener):
         process = started(
