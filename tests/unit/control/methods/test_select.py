@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,12 @@ def test_a_holder_without_its_calls_is_refused_when_it_is_set(service: str, lack
 
 def test_giving_up_is_logged_under_the_runs_name(caplog: pytest.LogCaptureFixture) -> None:
     """Seen red: of a run without a name it said None."""
-    controller = WeightSyncController({"sync_method": "weaver", "sync_mode": "sync"}, retries_s=())
+    logged = threading.Event()  # rollout goes on before the line is there
+    controller = WeightSyncController(
+        {"sync_method": "weaver", "sync_mode": "sync"}, retries_s=(), on_give_up=lambda *_: logged.set()
+    )
     controller.train_worker_notify_weight_update("w", "default", timeout_s=5.0)
+    assert logged.wait(20.0)
     assert controller.await_rollout_service("default", timeout_s=5.0) == "continue"
     controller.close()
     (given_up,) = (each.getMessage() for each in caplog.records if "after all retries" in each.message)
