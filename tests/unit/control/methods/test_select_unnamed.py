@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from tests.multiproc.pull_kit import wait_until
+from tests.standins.sglang_server import SGLangRouterServer, SGLangServer
 from tests.unit.control.methods.test_tinker import Holder as TinkerHolder
 from tests.unit.control.methods.test_weaver import Holder as WeaverHolder
-from tests.unit.handles.sglang_kit import write_checkpoint
+from tests.unit.handles.sglang_kit import weights, write_checkpoint
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.method import UNNAMED
 from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.methods.folder import VersionFolder
 from weightsync.control.methods.mock import MockMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.types import Version
@@ -56,6 +58,32 @@ class Place:
         controller.set_weaver_service_holder(holder)
         return controller, lambda: holder.served.path, f"weaver://default/{UNNAMED}/{NUM}"
 
+    def disk(self, mode: str, method: str = "disk", num: int = 2) -> tuple[WeightSyncController, Serves, object]:
+        """A trainer publishes under a run of its own, whose first number is no 1."""
+        servers = [SGLangServer(self._start) for _ in range(num)]
+        urls = [self._started(server) for server in servers]
+        service = {
+            "base_url": self._started(SGLangRouterServer(urls)) if method == "disk" else urls[0],
+            "backend": "sglang", "model": "m",
+        }  # fmt: skip
+        keys = {"sync_weight_path": str(self._root), "inference_service": service}
+        folder = VersionFolder(self._root)
+        self.publish = lambda number: folder.publish(
+            "default", Version(run_id="run-7", number=number + 100), lambda into: write_checkpoint(into, number)
+        )
+        return self.controller(method, mode, **keys), lambda: [
+            (server.weight_version, server.paused, {name: each.tobytes() for name, each in server.weights.items()})
+            for server in servers
+        ], [(f"run-7/{NUM + 100}", None, weights(NUM))] * num  # fmt: skip
+
+    def network(self, mode: str) -> tuple[WeightSyncController, Serves, object]:
+        return self.disk(mode, "network", 1)
+
+    def _started(self, server: SGLangServer | SGLangRouterServer) -> str:
+        server.start()
+        self._opened.callback(server.close)
+        return server.url
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
@@ -64,9 +92,11 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("method", ["mock", "tinker", "weaver"])
+@pytest.mark.parametrize("method", ["mock", "disk", "network", "tinker", "weaver"])
 def test_rollout_reaches_what_was_trained(place: Place, method: str, mode: str) -> None:
-    """Seen red: `tinker` was told of no version, saved none, and synced in no mode but `sync`."""
+    """Seen red: `tinker` was told of no version, saved none, and synced in no mode but `sync`; `disk` and `network`
+    loaded nothing that was not published under a run "unnamed"; or stood still, where a trainer's numbers begin above.
+    """
     controller, serves, expected = getattr(place, method)(mode)
     state, served = lambda: controller.rollout_service_state("default"), []
     for number in range(1, NUM + 1):
