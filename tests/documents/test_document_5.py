@@ -26,6 +26,7 @@ from weightsync.control.methods.folder import VersionFolder
 from weightsync.control.methods.hosted import ServedWeights
 from weightsync.control.methods.tinker import TinkerHolder
 from weightsync.control.server import ControllerServer
+from weightsync.errors import InvalidRequestError
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Version
 
@@ -412,6 +413,20 @@ def test_weaver_is_wired_by_its_holder(integrated: Make) -> None:
     controller.train_worker_notify_weight_update("worker-0", "default")
     assert holder.served.path == "weaver://default/1"
     assert controller.rollout_service_state("default").rollout_model_version == 1
+
+
+@pytest.mark.parametrize("service", ["tinker", "weaver"])
+def test_a_dry_run_of_the_integration_example(integrated: Make, service: str) -> None:
+    """Whatever the backend is, "mock" moves nothing; the holder stays unused. Seen red: `set_tinker_service_holder`
+    and `set_weaver_service_holder` raised.
+    """
+    section = SYNC.rstrip() + MOCK + f'  inference_service:\n    backend: "{service}"\n'
+    controller = integrated(section, holder=object(), backend=service).weight_sync_controller
+    controller.trajectory_pool_notify_batch_ready("default")
+    controller.train_worker_notify_weight_update("worker-0", "default")
+    assert controller.rollout_service_state("default").rollout_model_version == 1
+    with pytest.raises(InvalidRequestError, match="stranger"):
+        getattr(controller, f"set_{service}_service_holder")(object(), "stranger")
 
 
 # --- check_rollout_service_status, called before each request, from another process ---
