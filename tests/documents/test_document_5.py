@@ -26,13 +26,14 @@ from weightsync.control.methods.folder import VersionFolder
 from weightsync.control.methods.hosted import ServedWeights
 from weightsync.control.methods.tinker import TinkerHolder
 from weightsync.control.server import ControllerServer
+from weightsync.errors import InvalidRequestError
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Version
 
 LONG_S = 30.0
 Start = Callable[..., Child]
-UNNAMED = "unnamed"
-"""The run of a trainer that names none, as the document's does."""
+RUN_ID = "a-trainer"
+"""What it publishes under; the document's calls name no run."""
 
 
 @pytest.fixture
@@ -299,7 +300,7 @@ def trainer_main(root: str, conn: Any) -> None:
     folder = VersionFolder(root)
 
     def publish(number: int) -> str:
-        version = Version(run_id=UNNAMED, number=number)
+        version = Version(run_id=RUN_ID, number=number)
         return str(folder.publish("default", version, lambda into: write_checkpoint(into, number)))
 
     _act(conn, {"publish": publish})
@@ -341,7 +342,7 @@ def test_disk_and_network_move_real_bytes_into_sglang(
         controller.train_worker_notify_weight_update("worker-0", "default")
         assert controller.rollout_service_state("default").rollout_model_version == number
         assert servers.ask("held") == [weights(number)] * num
-        assert servers.ask("versions") == [(f"{UNNAMED}/{number}", None)] * num
+        assert servers.ask("versions") == [(f"{RUN_ID}/{number}", None)] * num
     assert controller.sync_weight_to_rollout_service("default") is True
     if place == "server":
         return
@@ -412,6 +413,20 @@ def test_weaver_is_wired_by_its_holder(integrated: Make) -> None:
     controller.train_worker_notify_weight_update("worker-0", "default")
     assert holder.served.path == "weaver://default/1"
     assert controller.rollout_service_state("default").rollout_model_version == 1
+
+
+@pytest.mark.parametrize("service", ["tinker", "weaver"])
+def test_a_dry_run_of_the_integration_example(integrated: Make, service: str) -> None:
+    """Whatever the backend is, "mock" moves nothing; the holder stays unused. Seen red: `set_tinker_service_holder`
+    and `set_weaver_service_holder` raised.
+    """
+    section = SYNC.rstrip() + MOCK + f'  inference_service:\n    backend: "{service}"\n'
+    controller = integrated(section, holder=object(), backend=service).weight_sync_controller
+    controller.trajectory_pool_notify_batch_ready("default")
+    controller.train_worker_notify_weight_update("worker-0", "default")
+    assert controller.rollout_service_state("default").rollout_model_version == 1
+    with pytest.raises(InvalidRequestError, match="stranger"):
+        getattr(controller, f"set_{service}_service_holder")(object(), "stranger")
 
 
 # --- check_rollout_service_status, called before each request, from another process ---

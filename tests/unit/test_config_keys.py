@@ -87,7 +87,7 @@ VALUES: dict[str, Any] = {
     "inference_service.weight_type": None,  # one choice; see test_the_one_weight_type
     "inference_service.backend": "vllm",
     "inference_service.base_url": OTHER,
-    "fleet.models": ["verifier", "critic"],
+    "fleet.models": ["verifier"],  # one: "disk" and "network" have one engine
     "fleet.sets": [["default", "critic"]],
     "fleet.commit_policy": "all",
     "fleet.lease_s": 3.0,

@@ -27,6 +27,7 @@ from weightsync.control.events import BatchDropped, BatchReady, StartSync, Train
 from weightsync.control.locks import Lockable
 from weightsync.control.method import SyncMethod
 from weightsync.control.methods.hosted import HostedMethod
+from weightsync.control.methods.mock import MockMethod
 from weightsync.control.methods.select import method_of
 from weightsync.control.methods.tinker import TinkerServiceHolder
 from weightsync.control.methods.weaver import WeaverServiceHolder
@@ -142,7 +143,7 @@ class WeightSyncController:
             model.apply_locks()
 
     def set_tinker_service_holder(self, holder: TinkerServiceHolder, model_tag: str | None = None) -> None:
-        """Who holds the Tinker service's clients; of all models, or of one.
+        """Who holds the Tinker service's clients; of all models, or of one. A `MockMethod` leaves it unused.
 
         Raises:
             StateError: the method is another one.
@@ -151,7 +152,7 @@ class WeightSyncController:
         self._hold("tinker", holder, model_tag)
 
     def set_weaver_service_holder(self, holder: WeaverServiceHolder, model_tag: str | None = None) -> None:
-        """Who holds the Weaver service's clients; of all models, or of one.
+        """Who holds the Weaver service's clients; of all models, or of one. A `MockMethod` leaves it unused.
 
         Raises:
             StateError: the method is another one.
@@ -189,11 +190,13 @@ class WeightSyncController:
         return pool is not None and pool.current(model_tag) is not None and not pool.members([model_tag])
 
     def _hold(self, service: str, holder: object, model_tag: str | None) -> None:
-        if not isinstance(self.method, HostedMethod) or self.method.service != service:
-            raise StateError(f"this controller's method is {type(self.method).__name__}, which takes no such holder")
+        method = self.method
+        if not isinstance(method, MockMethod) and not (isinstance(method, HostedMethod) and method.service == service):
+            raise StateError(f"this controller's method is {type(method).__name__}, which takes no such holder")
         for tag in self._models if model_tag is None else (model_tag,):
             self._model(tag)
-            self.method.hold(tag, holder)
+            if isinstance(method, HostedMethod):  # in a dry run nobody uses it
+                method.hold(tag, holder)
 
     def check_rollout_service_status(self, model_tag: str) -> Answer:
         """Whether a request to this model's rollout service may proceed now.

@@ -17,6 +17,9 @@ from weightsync.types import Version
 from weightsync.types.control import BarrierStatus, InstanceStatus, SyncSpan
 from weightsync.types.fleet import ModelVersion
 
+UNNAMED = "unnamed"
+"""What a controller calls a run that no trainer has named. Its versions are counted: one more with each call."""
+
 
 class Peers:
     """What a method keeps of its peers, by model: who failed the last sync, and who was evicted. Thread-safe."""
@@ -122,7 +125,8 @@ class SyncMethod(abc.ABC):
         """Told of each version when it was trained, before any sync. Quick.
 
         Args:
-            model_tag, version: what.
+            model_tag, version: what. A run that nobody has named is `UNNAMED`, and a number that nobody has named is
+                the one that a sync of it would ask for.
             sender_endpoint: URL of the agent that has it, where the trainer said so.
         """
 

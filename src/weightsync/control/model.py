@@ -31,7 +31,7 @@ from weightsync.control.events import (
 )
 from weightsync.control.history import SyncHistory
 from weightsync.control.locks import Lockable, ModuleLocks
-from weightsync.control.method import SyncMethod
+from weightsync.control.method import UNNAMED, SyncMethod
 from weightsync.control.state import (
     ModelState,
     Policy,
@@ -144,12 +144,16 @@ class ModelControl:
 
     def trained(self, event: Trained, sender_endpoint: str | None = None) -> tuple[Action, ...]:
         """Feeds it, and tells the method before: it has to know a version before a sync of it starts, and nothing of
-        one that is refused. One after the other: no other run takes over in between.
+        one that is refused. One after the other: no other run takes over in between. Where run or number is not named
+        it is told what a sync would ask for, when that moves.
         """
         with self._trained:
-            step(self.state, event, self.policy)
-            if event.run_id is not None and event.version is not None:
-                version = Version(run_id=event.run_id, number=event.version)
+            before = self.state
+            after, _ = step(before, event, self.policy)
+            moves = (after.run_id, after.train_version) != (before.run_id, before.train_version)
+            number = after.train_version if event.run_id is None or event.version is None else event.version
+            if moves or number == event.version:
+                version = Version(run_id=after.run_id or UNNAMED, number=number)
                 self._shared.method.trained(self.tag, version, sender_endpoint)
             actions = self._stepped(event)
         return self._started(actions)
@@ -328,7 +332,7 @@ class ModelControl:
                     _logger.exception("model %s: nobody could be evicted", self.tag)
                 _logger.warning("model %s: evicted after retries: %s", self.tag, ", ".join(evicted) or "nobody")
             case GiveUp(run_id=run_id, version=number):
-                version = Version(run_id=run_id or "unnamed", number=number)
+                version = Version(run_id=run_id or UNNAMED, number=number)
                 dark = False
                 with contextlib.suppress(Exception):  # it is only asked for the message
                     dark = self._num_answering(self._shared.method.instances()) == 0
@@ -360,7 +364,7 @@ class ModelControl:
         return True
 
     def _sync(self, goal: StartSync) -> None:
-        version = Version(run_id=goal.run_id or "unnamed", number=goal.version)
+        version = Version(run_id=goal.run_id or UNNAMED, number=goal.version)
         event: Event
         again_s: float | None = None
         with self._changed:

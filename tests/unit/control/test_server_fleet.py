@@ -21,7 +21,7 @@ from weightsync.clients.async_controller import AsyncControllerClient
 from weightsync.clients.controller import ControllerClient
 from weightsync.control import server as server_module
 from weightsync.control.controller import WeightSyncController
-from weightsync.control.method import SyncMethod
+from weightsync.control.method import UNNAMED, SyncMethod
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
@@ -148,10 +148,11 @@ def test_document_3s_body_names_no_run_and_its_agent_is_asked(served: Served) ->
         {"model_id": "actor", "run_id": "old", "version": 7, "coming_run_id": "new", "coming": 1}, heard
     ) as own:
         assert tells(served, sender_endpoint=own).status_code == 200
-        assert (served.method.told, heard) == ([], []), "a method without agents needs no run"
+        nameless = ("actor", f"{UNNAMED}/1", own)
+        assert (served.method.told, heard) == ([nameless], []), "a method without agents needs no run"
         served.method.asks_agents = True  # type: ignore[misc]
         assert tells(served, sender_endpoint=own).json()["run_id"] == "new"
-        assert served.method.told == [("actor", "new/1", own)]
+        assert served.method.told == [nameless, ("actor", "new/1", own)]
         assert heard == [("/get_version", f"Bearer {TOKEN}")], "the caller's own token"
         assert tells(served, model_id="other", sender_endpoint=own).status_code == 422
         assert tells(served, model_id="critic", sender_endpoint=own).json()["error"] == "NotPublishedError"

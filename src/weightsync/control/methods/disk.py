@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weightsync.control.method import Peers, SyncMethod
+from weightsync.control.method import UNNAMED, Peers, SyncMethod
 from weightsync.control.methods.disk_engines import (
     DiskEngine,
     DiskSettings,
@@ -119,7 +119,8 @@ class DiskMethod(SyncMethod):
                 self._engine(url)
 
     def sync_weights(self, model_tag: str, version: Version) -> int:
-        """See `SyncMethod.sync_weights`. Loads this version where it is there still, else the latest one of its run.
+        """See `SyncMethod.sync_weights`. Loads this version where it is there still, else the latest one of its run;
+        of a run that nobody has named the latest of all, which counts as the number that was asked for.
 
         Raises:
             InvalidRequestError: there is no such model.
@@ -130,8 +131,8 @@ class DiskMethod(SyncMethod):
         """
         deadline = Deadline(_PROBE_S * len(self._urls.get(model_tag, ())))
         members = self._members(model_tag, deadline, version)
-        self._asked[model_tag] = version
-        version = self._resolved(model_tag, version)
+        self._asked[model_tag] = asked = version
+        version = self._resolved(model_tag, asked)
         with self._folder.held(model_tag, version) as folder:
             path = self._engine_root / folder.relative_to(self._folder.root)
             errors: dict[str, WeightSyncError] = {}
@@ -145,7 +146,7 @@ class DiskMethod(SyncMethod):
             left = [f"{', '.join(served)} serve {version}"] if served else []
             left += [f"{url}: {error.state_left or 'not known'}" for url, error in sorted(errors.items())]
             raise self._told(model_tag, version, members, errors, "; ".join(left))
-        return version.number
+        return asked.number if asked.run_id == UNNAMED else version.number
 
     def evict_failed(self, model_tag: str) -> Sequence[str]:
         """See `SyncMethod.evict_failed`; and `DiskMethod` for when they take part again."""
@@ -264,13 +265,14 @@ class DiskMethod(SyncMethod):
             return self._engines.setdefault(url, made)
 
     def _resolved(self, model_tag: str, version: Version) -> Version:
-        if version in self._folder.versions(model_tag):
+        unnamed = version.run_id == UNNAMED
+        if not unnamed and version in self._folder.versions(model_tag):
             return version
         latest = self._folder.latest(model_tag)
-        if latest is None or latest.run_id != version.run_id or latest.number < version.number:
+        if latest is None or not (unnamed or latest.run_id == version.run_id) or latest.number < version.number:
             raise VersionError(
                 f"{self._folder.root} has no {version} of model {model_tag!r}; the latest is {latest}: publish a "
-                "version before the controller is told of it",
+                f"version before the controller is told of it{', and name its run and number' if unnamed else ''}",
                 version=str(version),
             )
         return latest

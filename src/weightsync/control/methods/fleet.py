@@ -24,7 +24,7 @@ from weightsync.clients.agent import AgentClient
 from weightsync.clients.host import RolloutClient
 from weightsync.control.barrier import VersionBarrier
 from weightsync.control.instance import Member
-from weightsync.control.method import Peers, SyncMethod
+from weightsync.control.method import UNNAMED, Peers, SyncMethod
 from weightsync.control.methods.claims import Once, asking_about, failed_error, named
 from weightsync.control.methods.spans import Spans
 from weightsync.control.policy import CommitPolicy
@@ -117,9 +117,9 @@ class FleetMethod(SyncMethod):
     # --- SyncMethod ---
 
     def trained(self, model_tag: str, version: Version, sender_endpoint: str | None = None) -> None:
-        """See `SyncMethod.trained`. A set waits for this of each of its models."""
+        """See `SyncMethod.trained`. A set waits for this of each of its models. No agent has a run without a name."""
         sender = sender_endpoint or self._sender_of(model_tag)
-        if sender:
+        if sender and version.run_id != UNNAMED:
             self.barrier.arrive(_named(model_tag, version, sender))
             self._wake()
 

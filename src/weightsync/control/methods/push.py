@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightsync.control.method import Peers, SyncMethod
+from weightsync.control.method import UNNAMED, Peers, SyncMethod
 from weightsync.control.push_orders import PushOrders
 from weightsync.errors import (
     ConfigError,
@@ -19,9 +19,6 @@ from weightsync.errors import (
     VersionError,
 )
 from weightsync.types import Push, SyncReport, Version
-
-_UNNAMED = "unnamed"
-"""What a controller calls a run that no trainer has named."""
 
 
 class PushMethod(SyncMethod):
@@ -75,7 +72,7 @@ class PushMethod(SyncMethod):
             if (orders := self.orders.get(model_tag)) is None:
                 report = push.sync_weights(version.number)
             else:
-                report = orders.sync_weights(version.number, None if version.run_id == _UNNAMED else version.run_id)
+                report = orders.sync_weights(version.number, None if version.run_id == UNNAMED else version.run_id)
         except SyncFailedError as error:
             self.peers.note_failed(model_tag, error.causes)
             raise
@@ -83,7 +80,7 @@ class PushMethod(SyncMethod):
 
     def trained(self, model_tag: str, version: Version, sender_endpoint: str | None = None) -> None:
         """See `SyncMethod.trained`. Nobody waits for the ranks of a run that another has taken over from."""
-        if (orders := self.orders.get(model_tag)) is not None and version.run_id != _UNNAMED:
+        if (orders := self.orders.get(model_tag)) is not None and version.run_id != UNNAMED:
             orders.trained(version.run_id)
 
     def close(self) -> None:
@@ -94,7 +91,7 @@ class PushMethod(SyncMethod):
     def _checked(self, model_tag: str, version: Version, report: SyncReport) -> int:
         """The number that is served, by what the report says, whatever it was asked for."""
         served = report.version
-        if served.number < version.number or version.run_id not in (_UNNAMED, served.run_id):
+        if served.number < version.number or version.run_id not in (UNNAMED, served.run_id):
             raise VersionError(
                 f"the push reports {served}, and {version} was asked for: does the trainer that notifies push it, and "
                 "under its push's run_id?",

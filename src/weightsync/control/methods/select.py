@@ -32,6 +32,7 @@ def method_of(
 
     - "pull": a `FleetMethod` with a pool of its own, by `config.fleet`.
     - "disk": a `DiskMethod` over `sync_weight_path`, whose engines are at the inference service's `base_url`.
+      That is one engine or router, of one model.
     - "network": that service is told by `POST /update_weights` where the weights are; where its `backend` is "vllm" or
       "sglang", by that engine's own routes, as with "disk".
     - "tinker", "weaver": without a holder until `set_tinker_service_holder` or `set_weaver_service_holder`.
@@ -45,7 +46,7 @@ def method_of(
         verify: see `JsonClient`.
 
     Raises:
-        ConfigError: something that the method needs is not in the configuration.
+        ConfigError: something that the method needs is not in the configuration, or is there once for several models.
     """
     config = config.for_method(config.sync_method)
     service, fleet, timeout_s = config.inference_service, config.fleet, config.transfer.transfer_timeout_s
@@ -64,13 +65,13 @@ def method_of(
             )
         case "disk" | "network" if config.sync_method == "disk" or service.backend in _STOCK:
             folder = VersionFolder(_needed(config.sync_weight_path, "sync_weight_path", config.sync_method))
+            urls = dict.fromkeys(models, _base_url(config, models))
             return DiskMethod(
-                folder, dict.fromkeys(models, _base_url(config)), backend=service.backend, served_model=service.model,
-                token=token, timeout_s=timeout_s,
-            )  # fmt: skip
+                folder, urls, backend=service.backend, served_model=service.model, token=token, timeout_s=timeout_s
+            )
         case "network":
             each = ToldService(
-                base_url=_base_url(config),
+                base_url=_base_url(config, models),
                 model_name=_needed(service.model, "inference_service.model", "network"),
                 weights=_needed(config.sync_weight_path, "sync_weight_path", "network"),
                 weight_type=service.weight_type,
@@ -95,8 +96,15 @@ def _said(config: WeightSyncConfig) -> dict[str, float]:
     return {"timeout_s": config.transfer.transfer_timeout_s} if said else {}
 
 
-def _base_url(config: WeightSyncConfig) -> str:
-    return _needed(config.inference_service.base_url, "inference_service.base_url", config.sync_method)
+def _base_url(config: WeightSyncConfig, models: Sequence[str]) -> str:
+    url = _needed(config.inference_service.base_url, "inference_service.base_url", config.sync_method)
+    if len(models) > 1:
+        raise ConfigError(
+            f"sync_method {config.sync_method!r} has one engine or router, inference_service.base_url = {url}, and "
+            f"{len(models)} models: {', '.join(models)}. Have a controller for each of them, or give it a DiskMethod "
+            "or a NetworkMethod that has an engine of each"
+        )
+    return url
 
 
 def _needed(value: str | None, key: str, method: str) -> str:

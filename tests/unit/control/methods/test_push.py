@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from weightsync.control.method import UNNAMED
 from weightsync.control.methods.push import PushMethod
 from weightsync.errors import (
     ConfigError,
@@ -72,7 +73,7 @@ def test_a_report_of_another_version_is_a_failure(said: SyncReport) -> None:
 
 
 def test_a_run_that_nobody_named_is_any() -> None:
-    assert PushMethod({"actor": Said(report(3))}).sync_weights("actor", v(3, "unnamed")) == 3
+    assert PushMethod({"actor": Said(report(3))}).sync_weights("actor", v(3, UNNAMED)) == 3
 
 
 def test_a_success_on_no_engine_is_a_failure() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,28 @@ def test_what_is_missing_is_said_before_anything_starts(config: dict[str, Any], 
         build_controller({**config, "fleet": {"port": 0, **config.get("fleet", {})}})
 
 
+@pytest.mark.parametrize("service", [{}, {"backend": "vllm"}, {"backend": "sglang"}])
+@pytest.mark.parametrize("method", ["disk", "network"])
+def test_one_engine_is_not_given_the_weights_of_two_models(
+    method: str, service: dict[str, Any], tmp_path: Path
+) -> None:
+    """Seen red: each model's versions went to the one base_url, and its state said that they are served."""
+    config = {
+        "sync_method": method, "sync_weight_path": str(tmp_path), "inference_service": {**SERVICE, **service},
+        "fleet": {"models": ["actor", "critic"], "port": 0},
+    }  # fmt: skip
+    words = (
+        f"sync_method '{method}' has one engine or router, inference_service.base_url = http://127.0.0.1:1, and "
+        "2 models: actor, critic. Have a controller for each of them, or give it a DiskMethod or a NetworkMethod"
+    )
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        build_controller(config)
+    alone = {**config, "fleet": {"models": ["actor"]}}
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        WeightSyncController(alone, model_tags=("actor", "critic"))
+    WeightSyncController(alone).close()
+
+
 def test_methods_take_times_that_can_be_waited() -> None:
     """Seen red: no sync ever committed, since no service takes such a message; or a timer overflowed."""
     pool = RolloutPool(models=("actor",))
@@ -115,8 +138,12 @@ def test_a_holder_without_its_calls_is_refused_when_it_is_set(service: str, lack
 
 def test_giving_up_is_logged_under_the_runs_name(caplog: pytest.LogCaptureFixture) -> None:
     """Seen red: of a run without a name it said None."""
-    controller = WeightSyncController({"sync_method": "weaver", "sync_mode": "sync"}, retries_s=())
+    logged = threading.Event()  # rollout goes on before the line is there
+    controller = WeightSyncController(
+        {"sync_method": "weaver", "sync_mode": "sync"}, retries_s=(), on_give_up=lambda *_: logged.set()
+    )
     controller.train_worker_notify_weight_update("w", "default", timeout_s=5.0)
+    assert logged.wait(20.0)
     assert controller.await_rollout_service("default", timeout_s=5.0) == "continue"
     controller.close()
     (given_up,) = (each.getMessage() for each in caplog.records if "after all retries" in each.message)
