@@ -46,15 +46,15 @@ class Adoption:
     digest: str
     sure: bool
 
-    def judge(self, said: AgentVersion) -> Verdict | None:
+    def judge(self, answer: AgentVersion) -> Verdict | None:
         """What an agent's word makes of it; None: nothing. It has nothing of that run, or has gone on (what it has now
         is pulled, and replaces this), or is about to prove what may be this.
         """
-        if said.run_id != self.version.run_id or said.version is None or said.version > self.version.number:
+        if answer.run_id != self.version.run_id or answer.version is None or answer.version > self.version.number:
             return None
-        if said.version == self.version.number:
-            if said.model_digest is None:
+        if answer.version == self.version.number:
+            if answer.model_digest is None:
                 return Verdict.UNPROVED
-            return Verdict.OURS if said.model_digest == self.digest else Verdict.ANEW
-        coming = said.coming if said.coming_run_id == self.version.run_id else None
+            return Verdict.OURS if answer.model_digest == self.digest else Verdict.ANEW
+        coming = answer.coming if answer.coming_run_id == self.version.run_id else None
         return Verdict.ANEW if coming is None or coming < self.version.number else None

@@ -224,7 +224,7 @@ class AgentState:
 
     def is_news(self, why: str) -> bool:
         """Whether that differs from its error in more than details."""
-        kinds = {said.removeprefix(f"{_GONE}: ").partition(":")[0] for said in (self.error, why) if said is not None}
+        kinds = {text.removeprefix(f"{_GONE}: ").partition(":")[0] for text in (self.error, why) if text is not None}
         return self.error is None or len(kinds) > 1
 
     def pause(self, now_s: float, *, longest: bool = False) -> None:
@@ -242,12 +242,12 @@ class AgentState:
         self.was_claimed = True
         del self.claims[:-_MAX_CLAIMS]
 
-    def give_way(self, run_id: str, told: int, runs_over: Container[str]) -> None:
+    def give_way(self, run_id: str, number: int, runs_over: Container[str]) -> None:
         """That run is followed: what was claimed of another one before the claim of that number is waited for no more.
         A claim behind it may still come true; one of a run that was taken over is told so, see `FollowedRun.check`."""
         for claim in self.claims:
             of = claim.version.run_id
-            if of != run_id and of not in runs_over and claim.number < told:
+            if of != run_id and of not in runs_over and claim.number < number:
                 claim.error = TransferAbortedError(
                     f"run {run_id} was told of later, and is followed", version=str(claim.version)
                 )

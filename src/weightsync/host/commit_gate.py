@@ -147,14 +147,14 @@ class PendingCommit:
         held_s: for so long all had staged it before one passed.
     """
 
-    def __init__(self, permit: CommitGate, version: Version, num_engines: int) -> None:
+    def __init__(self, gate: CommitGate, version: Version, num_engines: int) -> None:
         self.version = version
         self.why: str | None = None
         self.passed = False
         self.held_s = 0.0
         self._complete_s: float | None = None
-        self._permit = permit
-        self._changed, self._tell = permit._changed, permit._tell
+        self._gate = gate
+        self._changed, self._tell = gate._changed, gate._tell
         self._num_missing = num_engines
 
     @property
@@ -174,7 +174,7 @@ class PendingCommit:
             if self._num_missing <= 0:
                 self._complete_s = CLOCK()
             self._tell()
-            while self.why is not None or not self._permit.allows(self.version):
+            while self.why is not None or not self._gate.allows(self.version):
                 if self.why is not None:
                     raise TransferAbortedError(
                         f"it was not committed: {self.why}", version=str(self.version), state_left="serving as before"
@@ -191,7 +191,7 @@ class PendingCommit:
     def failed(self, why: str) -> None:
         """From an engine's thread: its load has failed; the others need not wait, unless they may commit already."""
         with self._changed:
-            if not self._permit.allows(self.version):
+            if not self._gate.allows(self.version):
                 self.why = self.why or why
             self._tell()
 

@@ -99,7 +99,7 @@ class EngineGroup(ServedVersions):
         recorder: where phases go.
         metrics: where failures are counted.
         changed: called after what an engine serves has changed, from any thread.
-        permit: in a fleet: what may be committed.
+        gate: in a fleet: what may be committed.
         leased: whether they are to answer under a lease alone.
 
     Raises:
@@ -116,7 +116,7 @@ class EngineGroup(ServedVersions):
         recorder: Recorder,
         metrics: Metrics,
         changed: Callable[[], None],
-        permit: CommitGate | None = None,
+        gate: CommitGate | None = None,
         leased: bool = False,
     ) -> None:
         strangers = [engine for engine in engines if not isinstance(engine, EngineHandle)]
@@ -136,7 +136,7 @@ class EngineGroup(ServedVersions):
         ]
         super().__init__(updates, changed)
         self._metrics = metrics
-        self._permit = permit
+        self._gate = gate
         self._given: list[Future[LoadReport]] = []
 
     def all_dead(self, version: Version) -> dict[str, str]:
@@ -167,7 +167,7 @@ class EngineGroup(ServedVersions):
         loads: list[_Load] = []
         self._given = given = list[Future[LoadReport]]()
         outdated, began_s = self._outdated(staged.version), boot_s()
-        hold = None if self._permit is None else self._permit.hold(staged.version, len(outdated))
+        hold = None if self._gate is None else self._gate.hold(staged.version, len(outdated))
         for engine in outdated:
             with self._lock:
                 if engine.is_loading:
@@ -193,8 +193,8 @@ class EngineGroup(ServedVersions):
             if who in failed:
                 self._failed(load, failed[who], let_go=running[who].done())
         failed |= self._disagreeing(staged.version)
-        if self._permit is not None and hold is not None:
-            self._permit.ended(hold)
+        if self._gate is not None and hold is not None:
+            self._gate.ended(hold)
         return GroupReport(
             engine_ids=tuple(running),
             errors=errors | {who: words(error) for who, error in failed.items()},
@@ -282,8 +282,8 @@ class EngineGroup(ServedVersions):
             _logger.info("engine %s: %s", engine.name, error)
         else:
             known, engine.logged = engine.logged == str(error), str(error)
-            said = f"the same {type(error).__name__} as before" if known else error
-            _logger.warning("engine %s: %s was not loaded: %s", engine.name, load.staged.version, said)
+            reason = f"the same {type(error).__name__} as before" if known else error
+            _logger.warning("engine %s: %s was not loaded: %s", engine.name, load.staged.version, reason)
             self._metrics.observe_failure(error)
         self._tell_changed()
 

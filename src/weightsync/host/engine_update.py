@@ -241,7 +241,7 @@ class EngineUpdate:
             num_chunks=num_chunks,
             patched=base is not None,
             checksum=session.checksums.get(self.engine_id),
-            canary=None if (told := session.resumed.get(self.engine_id)) is None else told.canary,
+            canary=None if (own_reply := session.resumed.get(self.engine_id)) is None else own_reply.canary,
             written=next((reply.written for reply in session.resumed.values()), None),
         )
 

@@ -17,10 +17,10 @@ class FleetModel(ModelUpdater):
     """See `ModelUpdater`; its config has a controller."""
 
     @property
-    def permit(self) -> CommitGate:
+    def gate(self) -> CommitGate:
         """What may be committed."""
-        assert self._permit is not None
-        return self._permit
+        assert self._gate is not None
+        return self._gate
 
     def claimed(self, version: Version, endpoint: str) -> Claim:
         """As `want`; a denial counts after a second."""
@@ -28,7 +28,7 @@ class FleetModel(ModelUpdater):
 
     def prepare(self, version: Version, endpoint: str) -> Claim:
         """As `want`; what is staged and older is let go, and what comes staged and older."""
-        self.permit.prepare(version)
+        self.gate.prepare(version)
         return self.claimed(version, endpoint)
 
     def prepared(self, claim: Claim) -> Version | None:
@@ -40,7 +40,7 @@ class FleetModel(ModelUpdater):
         """
         version = claim.version
         with self._changed:
-            staged = self.permit.staged
+            staged = self.gate.staged
             if is_in(version, staged):
                 return staged
             if self.settled(claim):
@@ -69,13 +69,9 @@ class FleetModel(ModelUpdater):
     def check_may_commit(self, version: Version) -> None:
         """Raises StateError where that version is neither staged nor served."""
         with self._changed:
-            if (
-                self.permit.staged != version
-                and not self.engines.all_serve(version)
-                and not self.permit.allows(version)
-            ):
+            if self.gate.staged != version and not self.engines.all_serve(version) and not self.gate.allows(version):
                 raise StateError(
-                    f"model {self.model_id} has {self.permit.staged or 'nothing'} staged: prepare it first",
+                    f"model {self.model_id} has {self.gate.staged or 'nothing'} staged: prepare it first",
                     version=str(version),
                     state_left="nothing was changed",
                 )

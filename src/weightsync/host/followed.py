@@ -144,14 +144,14 @@ class FollowedRun:
         self.agents[endpoint].broken = True
         self._look_at_others(endpoint)
 
-    def heard(self, endpoint: str, said: AgentVersion, *, asked: Ask, asked_s: float) -> None:
+    def heard(self, endpoint: str, answer: AgentVersion, *, asked: Ask, asked_s: float) -> None:
         """What an agent has answered to a request that began at `asked_s`."""
         agent, newest = self.agents[endpoint], None
-        if said.run_id is not None and said.version is not None:
-            newest = Version(run_id=said.run_id, number=said.version)
-        agent.coming, agent.ended = None, said.ending
-        if said.coming_run_id is not None and said.coming is not None:
-            agent.coming = Version(run_id=said.coming_run_id, number=said.coming)
+        if answer.run_id is not None and answer.version is not None:
+            newest = Version(run_id=answer.run_id, number=answer.version)
+        agent.coming, agent.ended = None, answer.ending
+        if answer.coming_run_id is not None and answer.coming is not None:
+            agent.coming = Version(run_id=answer.coming_run_id, number=answer.coming)
         before, turns = agent.newest, agent.num_turns
         agent.answered(newest, asked, asked_s=asked_s, now_s=self._clock())
         if turns == TURNS < agent.num_turns:
@@ -163,20 +163,20 @@ class FollowedRun:
         if newest is not None:
             self._take_up(endpoint, agent, before, newest)
         if self._adoption is not None:
-            self._judge_adoption(self._adoption, said)
+            self._judge_adoption(self._adoption, answer)
         ours = newest is not None and newest.run_id == self.run_id
         if ours:
-            self._heard = said.incarnation
-        if ours and said.incarnation == self._incarnation:
+            self._heard = answer.incarnation
+        if ours and answer.incarnation == self._incarnation:
             self.is_anew, self._anew_since = self.is_anew and not self._loaded, False
-        if newest is not None and ours and newest.number <= self._pulled and self._is_another_life(said):
+        if newest is not None and ours and newest.number <= self._pulled and self._is_another_life(answer):
             self.is_anew = self._anew_since = True  # though nobody claims anything
         unsure = self._adoption is not None and not self._adoption.sure and self._incarnation is None
         for claim in tuple(agent.claims):
             if not claim.checked and not unsure:
-                self._check_life(claim, said, asked_s, ours=ours)
+                self._check_life(claim, answer, asked_s, ours=ours)
             elif claim.checked and newest is not None:
-                self._judge(agent, claim, said, newest, before, asked_s)
+                self._judge(agent, claim, answer, newest, before, asked_s)
         self._forget(agent)
 
     def not_heard(self, endpoint: str, why: str, *, gone: bool = False) -> None:
@@ -298,9 +298,9 @@ class FollowedRun:
     def _follow(self, run_id: str, endpoint: str) -> None:
         self.run_id, self._current = run_id, endpoint
         self.count += 1
-        told = 0 if (agent := self.agents.get(endpoint)) is None else agent.told_of(run_id)
+        number = 0 if (agent := self.agents.get(endpoint)) is None else agent.told_of(run_id)
         for each in self.agents.values():
-            each.give_way(run_id, told, self._runs_over)
+            each.give_way(run_id, number, self._runs_over)
         if self._adoption is not None and self._adoption.version.run_id == run_id:
             self._pulled = self._adoption.version.number
             for agent in self.agents.values():
@@ -334,7 +334,7 @@ class FollowedRun:
         self,
         agent: AgentState,
         claim: Claim,
-        said: AgentVersion,
+        answer: AgentVersion,
         newest: Version,
         before: Version | None,
         asked_s: float,
@@ -342,7 +342,7 @@ class FollowedRun:
         """An agent that names a version says what it has not, too."""
         version = claim.version
         has = newest.number if newest.run_id == version.run_id else -1
-        soon = said.coming if said.coming_run_id == version.run_id and said.coming is not None else -1
+        soon = answer.coming if answer.coming_run_id == version.run_id and answer.coming is not None else -1
         if has >= version.number:
             claim.there_s, agent.since_s = self._clock(), -math.inf  # it was named, so nobody waits for another agent
         over = max(has, soon) < 0 and before is not None and before.run_id == version.run_id
@@ -362,29 +362,29 @@ class FollowedRun:
             newest=max(has, soon) if in_run else None,
         )  # fmt: skip
 
-    def _check_life(self, claim: Claim, said: AgentVersion, asked_s: float, *, ours: bool) -> None:
+    def _check_life(self, claim: Claim, answer: AgentVersion, asked_s: float, *, ours: bool) -> None:
         """What seems to be served may be of an earlier life of the same run."""
         if asked_s < claim.began_s:
             return
-        if self._is_another_life(said) and said.run_id in (None, claim.version.run_id):
+        if self._is_another_life(answer) and answer.run_id in (None, claim.version.run_id):
             claim.error = VersionError(published_anew(claim.version, self._pulled), version=str(claim.version))
             _logger.warning("model %s: %s", self._model_id, claim.error)
             self.is_anew, self._anew_since = self.is_anew or ours, self._anew_since or ours
         else:
             claim.checked = True
 
-    def _is_another_life(self, said: AgentVersion) -> bool:
-        return said.incarnation not in (None, self._incarnation) and self._incarnation is not None
+    def _is_another_life(self, answer: AgentVersion) -> bool:
+        return answer.incarnation not in (None, self._incarnation) and self._incarnation is not None
 
-    def _judge_adoption(self, adoption: Adoption, said: AgentVersion) -> None:
-        verdict = adoption.judge(said)
+    def _judge_adoption(self, adoption: Adoption, answer: AgentVersion) -> None:
+        verdict = adoption.judge(answer)
         if verdict is Verdict.ANEW:
             if not self.is_anew:
                 _logger.warning("model %s: the run of %s is published anew", self._model_id, adoption.version)
             self._incarnation, self.is_anew, self._anew_since = ANOTHER_INCARNATION, True, True
         elif verdict is Verdict.OURS:
-            self._incarnation, self._adoption = said.incarnation, None
-            self._settle(said.incarnation)
+            self._incarnation, self._adoption = answer.incarnation, None
+            self._settle(answer.incarnation)
         elif verdict is Verdict.UNPROVED and not adoption.sure:
             self._pulled, self._incarnation, self._adoption = -1, None, None
             self._settle(None)

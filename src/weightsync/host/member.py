@@ -131,7 +131,7 @@ class FleetMember:
     @property
     def status(self) -> LeaseStatus:
         """What its engines answer under."""
-        left_s, said, why = self._lease.left_s, self._said, None
+        left_s, reply, why = self._lease.left_s, self._said, None
         if self._lease.damaged:
             why = self._lease.damage
         elif self._lease.overdue:
@@ -140,8 +140,8 @@ class FleetMember:
             why = self._unheard
         if why is not None or left_s > 0:
             return LeaseStatus(left_s=left_s, why_none=why, failed=why is not None)
-        because = "" if said is None or not said.why else f": {said.why}"
-        why = "the controller has not answered yet" if said is None else f"it is {said.state} in its fleet{because}"
+        because = "" if reply is None or not reply.why else f": {reply.why}"
+        why = "the controller has not answered yet" if reply is None else f"it is {reply.state} in its fleet{because}"
         return LeaseStatus(left_s=left_s, why_none=why)
 
     # --- what the controller asks ---
@@ -216,7 +216,7 @@ class FleetMember:
             self._committed = {model.model_id: version for model, version in pairs}
             self._is_told(self._committed)
             for model, version in todo:
-                model.permit.allow(version)
+                model.gate.allow(version)
             self._wait(todo, deadline)
             self._renew(0.0)  # what was started not long ago, and loaded now, need not wait for the next heartbeat
             if len(pairs) > 1 and any(model.served != version for model, version in pairs):
@@ -234,7 +234,7 @@ class FleetMember:
     def release(self, model_ids: tuple[str, ...], why: str) -> None:
         """Lets go of what is staged."""
         for model_id in model_ids:
-            self._models[model_id].permit.release(why)
+            self._models[model_id].gate.release(why)
 
     def _wait(self, pairs: list[tuple[FleetModel, Version]], deadline: Deadline) -> None:
         causes: dict[str, WeightSyncError] = {}
@@ -260,8 +260,8 @@ class FleetMember:
         while True:
             sent_s, commits, self._asks = boot_s(), self._num_commits, False
             try:
-                said = self._client.heartbeat(self._request(), timeout_s=_HEARTBEAT_S)
-                every_s = said.every_s if self._heard(said, sent_s, commits) else min(said.every_s, _SOON_S)
+                reply = self._client.heartbeat(self._request(), timeout_s=_HEARTBEAT_S)
+                every_s = reply.every_s if self._heard(reply, sent_s, commits) else min(reply.every_s, _SOON_S)
                 if self._unheard is not None:
                     _logger.info("the controller at %s answers again", self._client.url)
                 self._unheard = None
@@ -279,8 +279,8 @@ class FleetMember:
 
     def _rest(self, every_s: float) -> bool:
         """Until the next heartbeat: sooner where what it serves now waits for a lease. Whether it ends."""
-        said, deadline = self._said, Deadline(every_s)
-        behind = [] if said is None else [each for each in said.catch_up if each.model_id in self._models]
+        reply, deadline = self._said, Deadline(every_s)
+        behind = [] if reply is None else [each for each in reply.catch_up if each.model_id in self._models]
         behind = [each for each in behind if not self._models[each.model_id].serves(each.of)]
         look_s = _LOOK_S if behind or self._lease.left_s <= 0 else every_s
         while not (deadline.expired or self._asks):
@@ -297,13 +297,13 @@ class FleetMember:
         if self._lease.damaged:
             errors.append(self._lease.damage)
         for model_id, model in self._models.items():
-            served, staged = model.served, model.permit.staged
+            served, staged = model.served, model.gate.staged
             self._told[model_id] = served
             if staged is not None:
                 waits.append(ModelVersion(model_id=model_id, run_id=staged.run_id, version=staged.number))
             status = model.status()
-            told = [pair for pair in (status.errors | status.sender_errors).items() if pair not in gone]
-            errors += [f"{model_id}: {who}: {why}" for who, why in told if not gave_way(why)]
+            failures = [pair for pair in (status.errors | status.sender_errors).items() if pair not in gone]
+            errors += [f"{model_id}: {who}: {why}" for who, why in failures if not gave_way(why)]
             if status.retrying:
                 errors.append(f"{model_id}: {status.retrying}")
             claim = self._catching_up.get(model_id)
@@ -358,26 +358,26 @@ class FleetMember:
         whole = all(version in (None, self._sound[model_id]) for model_id, version in self._told.items())
         return whole and not self._broken
 
-    def _heard(self, said: HeartbeatReply, sent_s: float, commits: int) -> bool:
+    def _heard(self, reply: HeartbeatReply, sent_s: float, commits: int) -> bool:
         """False: the fleet is to hear soon what is served by now."""
-        before, self._said = self._said, said
-        if before is None or before.state != said.state:
-            _logger.info("service %s is %s in its fleet%s", self._config.service_id, said.state,
-                         f": {said.why}" if said.why else "")  # fmt: skip
-        if said.lease_s <= 0:
+        before, self._said = self._said, reply
+        if before is None or before.state != reply.state:
+            _logger.info("service %s is %s in its fleet%s", self._config.service_id, reply.state,
+                         f": {reply.why}" if reply.why else "")  # fmt: skip
+        if reply.lease_s <= 0:
             self._comes_in = True
             self._lease.revoke()
         elif self._comes_in and not self._keep_to_what_is_served(commits):
             return False  # what is being committed was not decided by the fleet: it is told of it first
-        elif said.admitted:
+        elif reply.admitted:
             self._made_whole(commits)
-        self._renew(sent_s + said.lease_s if said.lease_s else 0.0)
-        if said.catch_up:
-            self._is_told({each.model_id: each.of for each in said.catch_up if each.model_id in self._models})
-        for each in said.catch_up if self._num_commits == commits else ():  # else a commit that began since says more
+        self._renew(sent_s + reply.lease_s if reply.lease_s else 0.0)
+        if reply.catch_up:
+            self._is_told({each.model_id: each.of for each in reply.catch_up if each.model_id in self._models})
+        for each in reply.catch_up if self._num_commits == commits else ():  # else a commit that began since says more
             model = self._models.get(each.model_id)
             if model is not None:
-                self._catch_up(model, each, said.digests.get(each.model_id))
+                self._catch_up(model, each, reply.digests.get(each.model_id))
         return True
 
     def _renew(self, until_s: float) -> None:
@@ -394,11 +394,11 @@ class FleetMember:
         try:
             if not free or self._num_commits != commits:
                 for name, model in self._models.items():
-                    known = {told := self._told.get(name), self._committed.get(name, told)}
-                    if model.served not in known or model.permit.passing not in {None, *known}:
+                    known = {reported := self._told.get(name), self._committed.get(name, reported)}
+                    if model.served not in known or model.gate.passing not in {None, *known}:
                         return False
                 return True
-            kept = [model.permit.allow_no_more_than(self._told.get(name)) for name, model in self._models.items()]
+            kept = [model.gate.allow_no_more_than(self._told.get(name)) for name, model in self._models.items()]
             same = all(model.served == self._told.get(name) for name, model in self._models.items())
             self._comes_in = not (all(kept) and same)
             return not self._comes_in
@@ -438,8 +438,8 @@ class FleetMember:
         model.add_sender(wanted.sender_endpoint)
         if self._adopted(model, wanted, digest):
             return
-        model.permit.release("the fleet has gone on", older_than=wanted.of)
-        model.permit.allow(wanted.of)
+        model.gate.release("the fleet has gone on", older_than=wanted.of)
+        model.gate.allow(wanted.of)
         claim = self._catching_up.get(model.model_id)
         untold = claim is not None and claim.denied is not None and self._denied.get(model.model_id) is not claim
         if claim is None or claim.version != wanted.of or (claim.error is not None and not untold):

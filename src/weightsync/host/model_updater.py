@@ -89,17 +89,17 @@ class ModelUpdater:
         self._changed = threading.Condition()
         listeners = Listeners(self._changed)
         self._tell_listeners, self.listening = listeners.tell, listeners.listening
-        self._permit = None if config.controller is None else CommitGate(self._changed, self._tell_listeners)
+        self._gate = None if config.controller is None else CommitGate(self._changed, self._tell_listeners)
         self.engines = EngineGroup(
             engines, model_id, pause_timeout_s=config.pause_timeout_s, recorder=recorder, metrics=metrics,
-            changed=self._tell_listeners, permit=self._permit, leased=config.lease is not None,
+            changed=self._tell_listeners, gate=self._gate, leased=config.lease is not None,
         )  # fmt: skip
         self._followed = FollowedRun(
             model_id, clock=CLOCK, settle=self.engines.settle, taken_over=self._taken_over,
             patience_s=config.patience_s, timeout_s=config.pull_timeout_s, poll_s=config.poll_s,
         )  # fmt: skip
         self._upstream = Upstream(
-            model_id, self._followed, self._changed, connect=self.agent_at, told=self._tell_listeners, clock=CLOCK
+            model_id, self._followed, self._changed, connect=self.agent_at, on_answer=self._tell_listeners, clock=CLOCK
         )
         self._pulls = Pulls(
             model_id, config, recorder=recorder, may_call=self.may_call, holders=self.engines.holders,
@@ -126,8 +126,8 @@ class ModelUpdater:
         self._upstream.close()
         self._tell_listeners()
         self._pulls.end()
-        if self._permit is not None:
-            self._permit.close()
+        if self._gate is not None:
+            self._gate.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():  # `on_served` may close it
             self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():  # else engines read the staging: that thread gives it back when it ends
@@ -249,7 +249,7 @@ class ModelUpdater:
                 wanted_run_id=None if wanted is None else wanted.version.run_id,
                 wanted=None if wanted is None else wanted.version.number,
                 engines={who: None if version is None else str(version) for who, version in served.items()},
-                staged=None if self._permit is None or self._permit.staged is None else str(self._permit.staged),
+                staged=None if self._gate is None or self._gate.staged is None else str(self._gate.staged),
                 unprovable=self.engines.unprovable(),
                 sender_errors=self._followed.errors,
                 errors=self._status.errors or (self.engines.gone() if wanted is None else {}),
@@ -269,8 +269,8 @@ class ModelUpdater:
 
     def agent_at(self, endpoint: str) -> AgentClient | StoreClient:
         """A client of that agent, or store."""
-        told = self._config
-        return client_at(endpoint, token=told.sender_token, verify=told.sender_verify, trust_key=told.trust_key)
+        config = self._config
+        return client_at(endpoint, token=config.sender_token, verify=config.sender_verify, trust_key=config.trust_key)
 
     # --- helpers ---
 
@@ -278,8 +278,8 @@ class ModelUpdater:
         """Under the lock: what failed, or is pulled, is of a run that nobody follows."""
         self._status = msgspec.structs.replace(self._status, errors={}, retrying=None)
         self._pulls.cancel()
-        if self._permit is not None and self._followed.run_id is not None:
-            self._permit.turn_to(self._followed.run_id)
+        if self._gate is not None and self._followed.run_id is not None:
+            self._gate.turn_to(self._followed.run_id)
 
     def _check_open(self, version: Version) -> None:
         if self._closed:

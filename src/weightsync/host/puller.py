@@ -372,9 +372,9 @@ class Puller:
         deltas = {index: each for index, each in granted.items() if each.grant.delta is not None}
         if deltas and manifest.total_bytes > self._staging.size_bytes:  # before room is made for what an agent says
             raise StateError("a delta to a larger model than the one that is here was granted")
-        tally = ByteProgress(num_bytes(granted), progress)
+        bytes_progress = ByteProgress(num_bytes(granted), progress)
         read = functools.partial(self._read, deadline=deadline)
-        blobs = self._deltas.fetch(deltas, read, tally.add, cancel=self._cancel_reading)
+        blobs = self._deltas.fetch(deltas, read, bytes_progress.add, cancel=self._cancel_reading)
         held = self._staging.held
         checksums = "".join(each.grant.proof.block_checksums for _, each in sorted(granted.items()))
         target = self._staging.open(manifest, str(xxhash.xxh3_128_hexdigest(checksums.encode())))
@@ -386,7 +386,7 @@ class Puller:
             blocks = TargetMap(target, where, publication.parts_of(index))
             share = self._agents.share(granted[index], target, blocks)
             wanted = [block for block in range(where.num_blocks) if not target.has(manifest.version, index, block)]
-            tally.skip(where.num_blocks - len(wanted), where.block_bytes)
+            bytes_progress.skip(where.num_blocks - len(wanted), where.block_bytes)
 
             def arrived(
                 block: int, data: memoryview, *, at: tuple[int, TargetMap, BlockShare] = (index, blocks, share)
@@ -394,7 +394,7 @@ class Puller:
                 at[1].take(block, data)
                 target.note(manifest.version, at[0], block)
                 at[2].note(block)
-                tally.add(len(data))
+                bytes_progress.add(len(data))
 
             if wanted:
                 reads.append(functools.partial(read, source, wanted, blocks.into, arrived))
@@ -426,10 +426,10 @@ class Puller:
             num_attempts=attempts,
             release=functools.partial(release_both, self._staging, segment),
             num_deltas=num_deltas,
-            received_bytes=tally.received,
+            received_bytes=bytes_progress.received,
             incarnation=grant.incarnation,
             leads_to=grant.leads_to,
-            received_from=self._agents.came_from(grant.transport, tally.received),
+            received_from=self._agents.came_from(grant.transport, bytes_progress.received),
             because=self._agents.because(grant.transport, num_deltas, self._deltas.mode),
             patch=patch,
             no_patch_because=laid_out if isinstance(laid_out, str) else None,

@@ -224,14 +224,14 @@ class RelayShelf:
             self._dirty.add(endpoint)
             self._changed.notify_all()
 
-    def exchange(self, client: AgentClient, endpoint: str, timeout_s: float, **said: Any) -> RelayAnswer:
-        """One report with all that is here, and its answer, which is heeded. `said` are further fields."""
+    def exchange(self, client: AgentClient, endpoint: str, timeout_s: float, **fields: Any) -> RelayAnswer:
+        """One report with all that is here, and its answer, which is heeded. `fields` are further ones."""
         with self._changed:
             holdings = tuple(
                 Holding(content=content, have=have_bytes(each.share.have, each.share.num_blocks))
                 for content, each in self._kept.get(endpoint, {}).items()
             )
-        report = RelayReport(receiver_id=self.receiver_id, face=self.relay.face, holdings=holdings, **said)
+        report = RelayReport(receiver_id=self.receiver_id, face=self.relay.face, holdings=holdings, **fields)
         answer = client.relay(report, timeout_s=timeout_s)
         self._serve(endpoint, answer.keys, answer.seen_as)
         return answer

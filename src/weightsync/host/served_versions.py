@@ -294,8 +294,8 @@ class ServedVersions:
                         engine.seen_s = question.asked_s
                 now = engine.served
             if now != before:
-                said = None if reply is None else reply.version
-                other = "" if now == said else f" (it says {said}, of another trainer, or damaged since)"
+                named = None if reply is None else reply.version
+                other = "" if now == named else f" (it says {named}, of another trainer, or damaged since)"
                 _logger.warning("engine %s serves %s%s, not %s: it is brought back", engine.name, now, other, before)
             elif error is not None and not was_silent:
                 _logger.warning("engine %s does not say what it serves, it is asked again: %s", engine.name, error)

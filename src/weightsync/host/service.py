@@ -434,8 +434,8 @@ class RolloutService:
         """Whether engines answer generations now, by model; asks them. None does whose lease is over."""
         found = await asyncio.gather(*(asyncio.to_thread(model.engines.available) for model in self._models.values()))
         may = self._lender is None or self._lender.status.why_none is None
-        told = [{engine: may and answers for engine, answers in model.items()} for model in found]
-        return json_of({"models": dict(zip(self._models, told, strict=True))})
+        available = [{engine: may and answers for engine, answers in model.items()} for model in found]
+        return json_of({"models": dict(zip(self._models, available, strict=True))})
 
     def _timeline(self) -> Timeline:
         models = self.status().models.values()

@@ -159,8 +159,8 @@ def proved_manifest(granted: Mapping[int, Granted], tensor_of: Callable[[TensorS
         for spec, place in zip(table, where, strict=True):
             if place is not None:
                 source, index = place
-                said = granted[source].grant.proof.part_digests
-                found.append(said[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
+                part_digests = granted[source].grant.proof.part_digests
+                found.append(part_digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
             elif tensor_of is None:
                 empty = tensor_from_bytes(torch.empty(0, dtype=torch.uint8), dtype=spec.dtype, shape=spec.shape)
                 found.append(packed_digest(tensor_digest(empty)))

@@ -52,7 +52,7 @@ class Upstream:
         run: decides what is asked.
         changed: the owner's lock; notified when agents are to be looked at.
         connect: makes a client of an agent.
-        told: called without the lock after each answer, or failure.
+        on_answer: called without the lock after each answer, or failure.
         clock: that of `run`.
     """
 
@@ -63,14 +63,14 @@ class Upstream:
         changed: threading.Condition,
         *,
         connect: Callable[[str], AgentClient | StoreClient],
-        told: Callable[[], None],
+        on_answer: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_id = model_id
         self._run = run
         self._changed = changed
         self._connect = connect
-        self._told = told
+        self._told = on_answer
         self._clock = clock
         self._lines: dict[str, _Line] = {}
         self._closed = False
@@ -161,17 +161,17 @@ class Upstream:
 
     def _turn(self, endpoint: str, line: _Line, ask: Ask) -> None:
         client, why, gone = line.client, "", False
-        said: AgentVersion | None = None
+        accepted: AgentVersion | None = None
         try:
             if client is not None:
                 answer = client.get_version(after=ask.after, wait_s=ask.wait_s, timeout_s=_ANSWER_S)
                 why = f"{endpoint} serves model {answer.model_id!r}, not {self._model_id!r}"
-                said = answer if answer.model_id == self._model_id else None
+                accepted = answer if answer.model_id == self._model_id else None
         except Exception as error:  # whatever it is: who waits for this agent's word is told why there is none
             why, gone = f"{type(error).__name__}: {error}", isinstance(error, _GONE)
         with self._changed:
             line.ends_s = None
-            if said is not None:
-                self._run.heard(endpoint, said, asked=ask, asked_s=line.asked_s)
+            if accepted is not None:
+                self._run.heard(endpoint, accepted, asked=ask, asked_s=line.asked_s)
             elif client is not None and client is line.client:  # else somebody has ended this request
                 self._run.not_heard(endpoint, why, gone=gone)

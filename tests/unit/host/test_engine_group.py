@@ -33,10 +33,10 @@ def staged() -> StagedVersion:
     )  # fmt: skip
 
 
-def group_of(*engines: Engine, metrics: Metrics | None = None, permit: CommitGate | None = None) -> EngineGroup:
+def group_of(*engines: Engine, metrics: Metrics | None = None, gate: CommitGate | None = None) -> EngineGroup:
     return EngineGroup(
         engines, "m", pause_timeout_s=1.0, recorder=Recorder("t"), metrics=metrics or Metrics(), changed=lambda: None,
-        permit=permit,
+        gate=gate,
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_a_version_that_its_fleet_passes_over_is_no_failure() -> None:
     """An alarm on failed syncs would ring whenever a fleet goes on to a newer version. Seen red when it was counted."""
     metrics, changed = Metrics(), threading.Condition()
     gate = CommitGate(changed, changed.notify_all)
-    group = group_of(Engine("one"), metrics=metrics, permit=gate)
+    group = group_of(Engine("one"), metrics=metrics, gate=gate)
     load = in_thread(lambda: group.load(staged(), Deadline(LONG_S)), name="load")
     wait_until(lambda: gate.staged == WHOLE.version, "it is staged")
     gate.release("the fleet has gone on")
@@ -107,7 +107,7 @@ def test_an_engine_that_can_have_no_thread_keeps_no_other_waiting(monkeypatch: p
 
     monkeypatch.setattr(engine_group, "in_thread", thread)
     changed = threading.Condition()
-    group = group_of(Engine("one"), Engine("two"), permit=CommitGate(changed, changed.notify_all))
+    group = group_of(Engine("one"), Engine("two"), gate=CommitGate(changed, changed.notify_all))
     errors = group.load(staged(), Deadline(2.0)).errors
     assert errors.keys() == {"one", "two"}
     assert "TransferAbortedError: it was not committed: engine two: can't start new thread" in errors["one"]

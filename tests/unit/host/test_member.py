@@ -65,7 +65,7 @@ class Told:
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
-        self.permit = self.engines = self
+        self.gate = self.engines = self
         self.served: Version | None = Version(run_id="r", number=1)
         self.fails = False
         self.errors: dict[str, str] = {}

@@ -259,7 +259,7 @@ def test_a_fleet_hears_soon_that_nobody_has_a_version_any_more(world: World, tmp
     wait_until(lambda: "nobody has r1/1 any more" in world.status.errors.get("pull", ""), "the pull has ended")
     world.agents[OLD].ending, world.agents[OLD].raises = False, None
     model.prepare(version, OLD)
-    wait_until(lambda: model.permit.staged == version, "it has come back")
+    wait_until(lambda: model.gate.staged == version, "it has come back")
 
 
 def test_a_run_that_takes_over_while_the_one_before_is_loaded_waits_for_no_commit_of_that(
@@ -285,7 +285,7 @@ def test_a_run_that_takes_over_while_the_one_before_is_loaded_waits_for_no_commi
     monkeypatch.setattr(world.followed, "pulled", taken_over)
     world.agents[OLD].raises = None
     model.prepare(Version(run_id="r1", number=1), OLD)
-    wait_until(lambda: model.permit.staged == successor, "it is staged")
+    wait_until(lambda: model.gate.staged == successor, "it is staged")
 
 
 def test_a_host_that_its_controller_can_not_reach_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,10 +324,10 @@ def test_what_a_fleet_takes_to_commit_is_no_time_of_a_load(
     assert isinstance(model, FleetModel)
     world.agents[OLD].raises = None
     model.prepare(version, OLD)
-    wait_until(lambda: model.permit.staged == version, "it is staged")
+    wait_until(lambda: model.gate.staged == version, "it is staged")
     monkeypatch.setattr(commit_gate, "CLOCK", lambda: time.monotonic() + 100.0)
     with caplog.at_level("INFO", logger="weightsync.host.sync_report"):
-        model.permit.allow(version)
+        model.gate.allow(version)
         wait_until(lambda: world.status.version == 1, "it is served")
     assert world.status.load_s == 0.0
     assert " s (and held for its fleet's commit for 10" in caplog.text
@@ -489,8 +489,8 @@ def test_a_commit_of_a_fleet_whose_answer_was_lost_is_done(world: World, tmp_pat
     lost = loses_an_answer(world.engines["a"], EngineOp.RESUME)
     world.agents[OLD].raises = None
     model.prepare(version, OLD)
-    wait_until(lambda: model.permit.staged == version, "it is staged")
-    model.permit.allow(version)
+    wait_until(lambda: model.gate.staged == version, "it is staged")
+    model.gate.allow(version)
     model.wait_served(version, Deadline(20.0))
     assert lost.is_set()
     assert (world.status.run_id, world.status.version, world.status.errors) == ("r1", 1, {})

@@ -64,7 +64,7 @@ class Kit:
             "m", clock=time.monotonic, settle=lambda _: None, taken_over=lambda: None, patience_s=10.0, timeout_s=100.0,
             poll_s=poll_s,
         )  # fmt: skip
-        self.upstream = Upstream("m", self.run, self.changed, connect=AgentClient, told=lambda: None)
+        self.upstream = Upstream("m", self.run, self.changed, connect=AgentClient, on_answer=lambda: None)
         with self.changed:
             for endpoint in endpoints:
                 self.run.know(endpoint)
