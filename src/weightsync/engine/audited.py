@@ -144,19 +144,19 @@ class AuditedWorker(abc.ABC):
         return timed
 
 
-def found_together(replies: Sequence[EngineReply], said: EngineReply) -> EngineReply:
+def found_together(replies: Sequence[EngineReply], own_reply: EngineReply) -> EngineReply:
     """What the workers of one engine have found: wrong where one did, unknown where one could not tell.
 
     Args:
         replies: of `AuditedWorker.verify`, of each.
-        said: what the engine says of itself.
+        own_reply: what the engine says of itself.
     """
     wrong = "; ".join(sorted({str(reply.unhealthy) for reply in replies if reply.digests_equal is False}))
     why = "; ".join(sorted({reply.unprovable for reply in replies if reply.unprovable}))
     if not wrong and not why and len({(reply.version, reply.model_digest) for reply in replies}) > 1:
         why = "a version came while live weights were read: ask again"
     return msgspec.structs.replace(
-        said,
+        own_reply,
         version=replies[0].version,
         model_digest=replies[0].model_digest,
         digests_equal=False if wrong else None if why else True,

@@ -99,8 +99,8 @@ def check_base(
     if "patch" not in loader.accepts:
         reason = "this engine takes whole tensors alone"
     elif served is None or (served.version, served.digest) != (base.version, base.model_digest):
-        said = f"{served.version} of digest {served.digest}" if served else "nothing that was synced"
-        reason = f"the patch is one on {base.version} of digest {base.model_digest}, this engine serves {said}"
+        live = f"{served.version} of digest {served.digest}" if served else "nothing that was synced"
+        reason = f"the patch is one on {base.version} of digest {base.model_digest}, this engine serves {live}"
     elif not served.proved and not loader.takes_patch:
         reason = f"nobody has proved that the live weights are {served.version}"
     elif not loader.healthy:
@@ -142,8 +142,8 @@ def check_immutable(served: Served | None, manifest: Manifest) -> None:
 
 def _live_digest(loader: WeightLoader, manifest: Manifest) -> str:
     """From the memory that will serve."""
-    if (told := loader.live_digest()) is not None:
-        return told
+    if (digest := loader.live_digest()) is not None:
+        return digest
     whole, table = loader.live_whole(), manifest.table
     if whole is None or whole.keys() != table.by_name.keys():  # what lacks or is too much is told in words
         return digest_of(loader.live_tensors(), table)

@@ -56,10 +56,10 @@ def load_weights(model: nn.Module, named_tensors: Iterable[tuple[str, torch.Tens
         load_checked(model, tensors)
 
 
-def _take(model: nn.Module, told: bytes) -> None:
+def _take(model: nn.Module, body: bytes) -> None:
     """One step; its outcome goes into the file that it names."""
     try:
-        step = decode(told, WorkerStep, what="a step")
+        step = decode(body, WorkerStep, what="a step")
         rank = dist.get_rank() % step.tp_size if dist.is_initialized() else 0
         folder = check_private(step.folder)
     except Exception:

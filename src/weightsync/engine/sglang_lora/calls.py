@@ -70,9 +70,9 @@ class SGLangInside(Inside):
         # pinned: SGLang never evicts it, and never reads its folder again
         asked = {"lora_name": name, "lora_path": folder, "pinned": True}
         try:
-            status, said = await self._call("POST", "/load_lora_adapter", asked, limited=False)
+            status, answer = await self._call("POST", "/load_lora_adapter", asked, limited=False)
             if status != 200:
-                raise _typed(said) or self._error(status, said, "/load_lora_adapter")
+                raise _typed(answer) or self._error(status, answer, "/load_lora_adapter")
         except Exception:
             with contextlib.suppress(Exception):  # some worker may have it
                 await self.unload(name)
@@ -84,9 +84,9 @@ class SGLangInside(Inside):
 
     async def unload(self, name: str) -> None:
         """Ends it, when its last request has ended. One that is not there is no error."""
-        status, said = await self._call("POST", "/unload_lora_adapter", {"lora_name": name}, limited=False)
-        if status != 200 and b"does not exist" not in said:
-            raise self._error(status, said, "/unload_lora_adapter")
+        status, answer = await self._call("POST", "/unload_lora_adapter", {"lora_name": name}, limited=False)
+        if status != 200 and b"does not exist" not in answer:
+            raise self._error(status, answer, "/unload_lora_adapter")
 
     async def drop(self, lora_id: int) -> None:
         """SGLang's workers let go when it is unloaded."""
@@ -205,10 +205,10 @@ class SGLangFacts:
         return dict(self._manager.lora_registry.get_all_adapters())
 
 
-def _typed(said: bytes) -> WeightSyncError | None:
+def _typed(answer: bytes) -> WeightSyncError | None:
     """What a worker of ours says, or what is known of SGLang's own words."""
     try:
-        words = str(json.loads(said)["error_message"])
+        words = str(json.loads(answer)["error_message"])
     except (ValueError, KeyError, TypeError):
         return None
     _, found, rest = words.partition(MARK)

@@ -92,10 +92,10 @@ class SGLangLoraMiddleware(LoraMiddleware):
     ) -> tuple[dict[str, Any], Send]:
         if path == _GENERATE:
             return {**request, "lora_path": held.name}, _Generated(send, held).send
-        said = request.get("model")
+        named = request.get("model")
         name = f"{self._tokenizer_manager.served_model_name}:{held.name}"
         given = {key: value for key, value in request.items() if key != "lora_path"}
-        return {**given, "model": name}, Renamed(send, held, name, said if isinstance(said, str) else model).send
+        return {**given, "model": name}, Renamed(send, held, name, named if isinstance(named, str) else model).send
 
 
 class _Generated(Rewritten):
@@ -128,10 +128,10 @@ class _Generated(Rewritten):
 
     def _said(self, body: bytes) -> bytes:
         try:
-            told = json.loads(body)
+            document = json.loads(body)
         except ValueError:
             return body
-        for each in told if isinstance(told, list) else [told]:
+        for each in document if isinstance(document, list) else [document]:
             meta = each.get("meta_info") if isinstance(each, dict) else None
             if isinstance(meta, dict):
                 for name in (_VERSION, _VERSIONS):
@@ -142,4 +142,4 @@ class _Generated(Rewritten):
                 if isinstance(num_tokens, int):
                     spans = [{"version": self._version, "start": 0, "end": num_tokens}] if num_tokens else []
                     meta[_VERSIONS] = spans
-        return json.dumps(told).encode()
+        return json.dumps(document).encode()

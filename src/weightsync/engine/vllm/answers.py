@@ -48,7 +48,7 @@ class Answers(Rewritten):
         self._last: dict[str, Any] = {}
         self._whole = True
 
-    def rename(self, told: dict[str, Any]) -> None:
+    def rename(self, document: dict[str, Any]) -> None:
         """What a document or an event is to say otherwise."""
 
     def begun(self, start: Message) -> tuple[Message, bool]:
@@ -60,15 +60,15 @@ class Answers(Rewritten):
 
     def whole(self, body: bytes) -> bytes:
         try:
-            told = json.loads(body)
+            document = json.loads(body)
         except ValueError:
             return body
-        if not _is_answer(told):
+        if not _is_answer(document):
             return body
-        self._take(told)
-        self.rename(told)
-        told.setdefault(FIELD, self._spans())
-        return _dumped(told)
+        self._take(document)
+        self.rename(document)
+        document.setdefault(FIELD, self._spans())
+        return _dumped(document)
 
     def part(self, body: bytes, *, last: bool) -> bytes:
         """Of a stream the events that are whole by now."""
@@ -83,36 +83,36 @@ class Answers(Rewritten):
         if event.startswith(_DONE):
             if not self._last:
                 return event
-            told = {**self._last, "choices": [], FIELD: self._spans()}
-            return b"data: " + _dumped(told) + b"\n\n" + event
+            document = {**self._last, "choices": [], FIELD: self._spans()}
+            return b"data: " + _dumped(document) + b"\n\n" + event
         if not event.startswith(b"data: {"):
             return event
         try:
-            told = json.loads(event.removeprefix(b"data: "))
+            document = json.loads(event.removeprefix(b"data: "))
         except ValueError:
             self._whole = False
             return event
-        if not _is_answer(told):  # an error
+        if not _is_answer(document):  # an error
             self._whole = False
             return event
-        self._take(told)
-        self.rename(told)
-        if FIELD in told:  # another middleware's, nearer to vLLM: it knows more
+        self._take(document)
+        self.rename(document)
+        if FIELD in document:  # another middleware's, nearer to vLLM: it knows more
             self._last = {}
         else:
-            self._last = {name: told[name] for name in ("id", "object", "created", "model") if name in told}
-        return b"data: " + _dumped(told)
+            self._last = {name: document[name] for name in ("id", "object", "created", "model") if name in document}
+        return b"data: " + _dumped(document)
 
-    def _take(self, told: dict[str, Any]) -> None:
+    def _take(self, document: dict[str, Any]) -> None:
         """Notes the token ids of a document or an event, and takes out what the client did not ask for."""
-        for choice in told["choices"]:
+        for choice in document["choices"]:
             answer = self._answers.setdefault(choice["index"], Answer(prompt=None, tokens=[]))
             answer.prompt = choice.get("prompt_token_ids") or answer.prompt
             tokens = choice.get("token_ids")
             self._whole &= isinstance(tokens, list) or _is_opening(choice)
             answer.tokens += tokens or []
         if not self._asked:
-            for holder in (told, *told["choices"]):
+            for holder in (document, *document["choices"]):
                 for name in ("token_ids", "prompt_token_ids"):
                     if name in holder:
                         holder[name] = None
@@ -143,8 +143,8 @@ def num_choices(request: dict[str, Any]) -> int | None:
     return number * (len(prompt) if several and isinstance(prompt, list) else 1) if isinstance(number, int) else None
 
 
-def _is_answer(told: Any) -> bool:
-    choices = told.get("choices") if isinstance(told, dict) else None
+def _is_answer(document: Any) -> bool:
+    choices = document.get("choices") if isinstance(document, dict) else None
     return isinstance(choices, list) and all(isinstance(each, dict) and "index" in each for each in choices)
 
 
@@ -154,9 +154,9 @@ def _is_opening(choice: dict[str, Any]) -> bool:
     return "token_ids" not in choice and isinstance(delta, dict) and "role" in delta and not delta.get("content")
 
 
-def _dumped(told: dict[str, Any]) -> bytes:
+def _dumped(document: dict[str, Any]) -> bytes:
     """JSON as vLLM writes it; escaped where it holds what UTF-8 can't."""
     try:
-        return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode()
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
-        return json.dumps(told, separators=(",", ":")).encode()
+        return json.dumps(document, separators=(",", ":")).encode()

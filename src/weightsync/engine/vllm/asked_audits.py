@@ -85,9 +85,9 @@ class AskedAudits:
                 _logger.error("live weights are not what was committed: %s", error)
                 ended = VllmAudit(name=name, equal=False, said=f"{type(error).__name__}: {error}")
             except Exception as error:  # nobody waits for this thread
-                said = as_weightsync_error(error, EngineError, "the audit failed")
-                _logger.error("live weights could not be read: %s", said)
-                ended = VllmAudit(name=name, said=f"{type(said).__name__}: {said}")
+                failure = as_weightsync_error(error, EngineError, "the audit failed")
+                _logger.error("live weights could not be read: %s", failure)
+                ended = VllmAudit(name=name, said=f"{type(failure).__name__}: {failure}")
             self._note(ended, began_s)
 
         in_thread(run, name="weightsync-vllm-audit-behind")
@@ -104,8 +104,8 @@ class AskedAudits:
                 said=reply.unhealthy if reply.digests_equal is False else reply.unprovable,
             )
         except Exception as error:
-            said = as_weightsync_error(error, EngineError, "the audit failed")
-            ended = VllmAudit(name=name, said=f"{type(said).__name__}: {said}")
+            failure = as_weightsync_error(error, EngineError, "the audit failed")
+            ended = VllmAudit(name=name, said=f"{type(failure).__name__}: {failure}")
         self._note(ended, began_s)
 
     def _note(self, ended: VllmAudit, began_s: float) -> None:
@@ -114,10 +114,10 @@ class AskedAudits:
 
 
 def _every_s() -> float:
-    told = os.environ.get(EVERY_VARIABLE, str(_EVERY_S))
+    setting = os.environ.get(EVERY_VARIABLE, str(_EVERY_S))
     with contextlib.suppress(ValueError):
-        return math.inf if told == "never" or float(told) < 0 else float(told)
-    _logger.warning("%s is a number of seconds, or never, not %r: %g are taken", EVERY_VARIABLE, told, _EVERY_S)
+        return math.inf if setting == "never" or float(setting) < 0 else float(setting)
+    _logger.warning("%s is a number of seconds, or never, not %r: %g are taken", EVERY_VARIABLE, setting, _EVERY_S)
     return _EVERY_S
 
 

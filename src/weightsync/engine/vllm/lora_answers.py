@@ -25,10 +25,10 @@ class Completions(Answers):
 
         super().__init__(Renamed(send, held, held.name, model).send, spans_of, asked=asked, num_choices=number)
 
-    def rename(self, told: dict[str, Any]) -> None:
+    def rename(self, document: dict[str, Any]) -> None:
         """What a middleware nearer to vLLM says is of the base's weights."""
-        if FIELD in told:
-            told[BASE_FIELD] = told.pop(FIELD)
+        if FIELD in document:
+            document[BASE_FIELD] = document.pop(FIELD)
 
 
 class Renamed(Rewritten):

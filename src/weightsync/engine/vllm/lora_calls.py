@@ -114,18 +114,18 @@ class Inside:
 
     async def _good(self, method: str, path: str, body: Any = None, **options: Any) -> bytes:
         """The body of a good answer; options as of `_call`."""
-        status, said = await self._call(method, path, body, **options)
+        status, answer = await self._call(method, path, body, **options)
         if status != 200:
-            raise self._error(status, said, path)
-        return said
+            raise self._error(status, answer, path)
+        return answer
 
-    def _error(self, status: int, said: bytes, path: str) -> WeightSyncError:
+    def _error(self, status: int, answer: bytes, path: str) -> WeightSyncError:
         if status in (401, 403):
             return AuthError(f"{self.engine} refuses the token for {path}")
-        if status in (404, 405) and path == "/v1/load_lora_adapter" and b"No adapter found" not in said:
+        if status in (404, 405) and path == "/v1/load_lora_adapter" and b"No adapter found" not in answer:
             return ConfigError(f"vLLM has no route {path}: start it with {UPDATING_VARIABLE}=True and --enable-lora")
         return error_of(
-            said.decode("utf-8", "replace"), f"{self.engine} answered {path} with status {status}", peer=self.engine
+            answer.decode("utf-8", "replace"), f"{self.engine} answered {path} with status {status}", peer=self.engine
         )
 
     async def _call(

@@ -41,27 +41,27 @@ class Peers:
         """Whether this is the worker that raises."""
         return self.rank == self._size - 1
 
-    def exchange(self, said: bytes, *, wait_s: float) -> list[bytes]:
+    def exchange(self, mine: bytes, *, wait_s: float) -> list[bytes]:
         """What every worker said, by rank; all call it.
 
         Args:
-            said: by this one.
+            mine: what this one says.
             wait_s: how long the others may take; and a margin.
 
         Raises:
             EngineError: not every worker answered in time. vLLM's own group is of no use then, so neither is vLLM.
         """
         if self._group is None:
-            return [said]
+            return [mine]
         import torch
 
         wait_s += _AGREE_MARGIN_S
-        sizes = self._gather(torch.tensor([len(said)], dtype=torch.int64), wait_s)
+        sizes = self._gather(torch.tensor([len(mine)], dtype=torch.int64), wait_s)
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        told = self._gather(padded, wait_s)
-        return [bytes(each[: int(size)].tolist()) for each, size in zip(told, sizes, strict=True)]
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        gathered = self._gather(padded, wait_s)
+        return [bytes(each[: int(size)].tolist()) for each, size in zip(gathered, sizes, strict=True)]
 
     def _gather(self, mine: Any, wait_s: float) -> list[Any]:
         import torch

@@ -303,10 +303,10 @@ class WeightSyncTransferEngine:
             mine = self._state(layers=layers)
         except Exception as error:
             mine = as_weightsync_error(error, EngineError, "the worker can't tell its state", rank=self._index)
-        told = [_read(said) for said in self._peers.exchange(_said(mine), wait_s=_AGREE_S)]
-        states = [each for each in told if isinstance(each, VllmState)]
+        outcomes = [_read(reply) for reply in self._peers.exchange(_said(mine), wait_s=_AGREE_S)]
+        states = [each for each in outcomes if isinstance(each, VllmState)]
         self._odd = any(each.unhealthy is not None for each in states)
-        errors = [each for each in told if isinstance(each, WeightSyncError)]
+        errors = [each for each in outcomes if isinstance(each, WeightSyncError)]
         state = _merged(states) if not errors else None
         if state is not None and state.healthy and state.version is not None and state.session is None:
             self._split = False  # whatever failed was taken back: all have the same one again
@@ -337,12 +337,12 @@ class WeightSyncTransferEngine:
             error = as_weightsync_error(caught, EngineError, "the worker failed", rank=self._index)
         mine = _said(error, self._loader.coverage() if stages and error is None else None)
         replies = self._peers.exchange(mine, wait_s=wait_s)
-        told = [_read(said) for said in replies]
-        errors = [each for each in told if isinstance(each, WeightSyncError)]
+        outcomes = [_read(reply) for reply in replies]
+        errors = [each for each in outcomes if isinstance(each, WeightSyncError)]
         self._note_split(of, failed=bool(errors))
         if not errors:
             if stages:
-                self._loader.cover([_covered(said) for said in replies])
+                self._loader.cover([_covered(reply) for reply in replies])
             if isinstance(of, VllmUpdateMessage) and of.commit is not None and self._worker.is_patched:
                 self._audits.behind(of.commit.session, self._worker.audit)
             return
@@ -381,16 +381,16 @@ def _said(outcome: VllmState | WeightSyncError | None, covered: Mapping[str, lis
     return encode({} if outcome is None else {"state": outcome})
 
 
-def _covered(said: bytes) -> dict[str, list[Box]]:
-    told = decode(said, dict[str, Any], what="another worker's live parts")
-    return msgspec.convert(told.get("covered", {}), dict[str, list[Box]])
+def _covered(reply: bytes) -> dict[str, list[Box]]:
+    fields = decode(reply, dict[str, Any], what="another worker's live parts")
+    return msgspec.convert(fields.get("covered", {}), dict[str, list[Box]])
 
 
-def _read(said: bytes) -> VllmState | WeightSyncError | None:
-    told = decode(said, dict[str, Any], what="another worker's outcome")
-    if "error" in told:
-        return error_in_text(told["error"]) or EngineError(str(told["error"]))
-    return msgspec.convert(told["state"], VllmState) if "state" in told else None
+def _read(reply: bytes) -> VllmState | WeightSyncError | None:
+    fields = decode(reply, dict[str, Any], what="another worker's outcome")
+    if "error" in fields:
+        return error_in_text(fields["error"]) or EngineError(str(fields["error"]))
+    return msgspec.convert(fields["state"], VllmState) if "state" in fields else None
 
 
 def _merged(states: list[VllmState]) -> VllmState:

@@ -67,10 +67,10 @@ class VersionBoard(Closing):
             packed = _EDGE.unpack_from(memory, start + _HEAD.size + index * _EDGE.size)
             theirs, prompt, tokens, stay, position, known, flags, size, version = packed
             if theirs == mark:
-                told = None if size == _UNKNOWN else version[:size].decode()
+                version_text = None if size == _UNKNOWN else version[:size].decode()
                 found.append(
                     Edge(
-                        stay=stay, prompt=prompt, position=position, known=known, tokens=tokens, version=told,
+                        stay=stay, prompt=prompt, position=position, known=known, tokens=tokens, version=version_text,
                         leaves=bool(flags & _LEAVES),
                     )
                 )  # fmt: skip
