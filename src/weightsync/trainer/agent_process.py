@@ -217,13 +217,13 @@ class AgentProcess:
     def _talk(self, run: AgentRun) -> None:
         """Gives orders and hears events until the agent ends, or hangs, or this is closed."""
         look_s = self._answer_within_s / _NUM_LOOKS
-        told: _Told | None = None
+        given: _Told | None = None
         self._patience.begin(run.pid)
         self._ping(run)
         passed_s = 0.0
         while not self._closed.is_set():
             has_ended = run.has_ended  # looked at first: what it has said before is heard below
-            told, is_left = self._give_orders(run, told)
+            given, is_left = self._give_orders(run, given)
             before_s = time.monotonic()
             run.wait(max(0.0, look_s - passed_s), to_send=is_left)
             passed_s += time.monotonic() - before_s
@@ -248,20 +248,20 @@ class AgentProcess:
         except UnicodeEncodeError:  # a name of the caller's own
             run.send(Ping())
 
-    def _give_orders(self, run: AgentRun, told: _Told | None) -> tuple[_Told | None, bool]:
+    def _give_orders(self, run: AgentRun, given: _Told | None) -> tuple[_Told | None, bool]:
         """The version that it was told of last; and whether it does not take what there is for it now."""
         if self._resets and run.send(ResetOrder()):
             self._resets = False
         with self._lock:
             newest = self._publication
-        if newest is not None and newest is not told:
+        if newest is not None and newest is not given:
             try:
                 if run.publish(newest.publication, newest.source):
-                    told = newest
+                    given = newest
             except StateError as error:
                 self._give_up(newest, error.message)
         with self._lock:
-            return told, self._resets or (self._publication is not None and self._publication is not told)
+            return given, self._resets or (self._publication is not None and self._publication is not given)
 
     def _hear(self, event: Event) -> None:
         self._patience.heard()
@@ -293,19 +293,19 @@ class AgentProcess:
     def _died(self) -> None:
         """Counts deaths with one version that is not done with; the next agents are spared it."""
         with self._lock:
-            told = self._publication
-            if told is None or told is self._done:
+            given = self._publication
+            if given is None or given is self._done:
                 return
             self._num_deaths += 1
             if self._num_deaths < _MAX_DEATHS:
                 return
-        self._give_up(told, f"the agent died {_MAX_DEATHS} times before it had proved it; see what it wrote to stderr")
+        self._give_up(given, f"the agent died {_MAX_DEATHS} times before it had proved it; see what it wrote to stderr")
 
-    def _give_up(self, told: _Told, why: str) -> None:
+    def _give_up(self, given: _Told, why: str) -> None:
         """One version is not told to any agent any more; the last one that was proved is, if it is there still."""
         with self._lock:
-            if self._publication is told:
+            if self._publication is given:
                 self._publication = self._done = self._good
-        _logger.error("version %s is given up: %s", told.version, why)
-        error = StateError(f"it is given up: {why}", version=str(told.version))
-        self._on_event(NotPublished(version=told.version, error=error.to_dict()))
+        _logger.error("version %s is given up: %s", given.version, why)
+        error = StateError(f"it is given up: {why}", version=str(given.version))
+        self._on_event(NotPublished(version=given.version, error=error.to_dict()))

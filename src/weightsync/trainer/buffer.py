@@ -80,7 +80,7 @@ class PublicationBuffer:
             SharedMemoryError: there is no room for the first two segments. Nothing was changed.
         """
         guard, patience = Deadline(self._guard_s), Deadline(_RESET_AT * self._guard_s)
-        told = False
+        has_reset = False
         failure: SharedMemoryError | None = None
         while True:
             turn = self._free()
@@ -94,9 +94,9 @@ class PublicationBuffer:
                     _logger.warning("no third segment beside a reader: %s", error)
             if turn is not None:
                 return turn
-            if patience.expired and not told:
+            if patience.expired and not has_reset:
                 reset_superseded()
-                told = True
+                has_reset = True
             elif guard.expired:
                 self.why_not = self._said_of(failure)
                 return None

@@ -96,9 +96,9 @@ def check_call(version: int, *, after: int, given: tuple[int | None, int | None]
             "them under a new version",
             version=str(version),
         )
-    for name, said, known in zip(("rank", "world_size"), given, (ranks.rank, ranks.world_size), strict=True):
-        if said is not None and said != known:
+    for name, value, known in zip(("rank", "world_size"), given, (ranks.rank, ranks.world_size), strict=True):
+        if value is not None and value != known:
             raise ConfigError(
-                f"{name} {said} was given, torch.distributed's default group says {known}: call init_process_group "
+                f"{name} {value} was given, torch.distributed's default group says {known}: call init_process_group "
                 "first, or leave it out"
             )

@@ -168,12 +168,12 @@ class _Shunned:
     def told(self) -> WeightSyncError:
         """Why it is not asked, as an error of the first one's kind."""
         left_s = self.left_s
-        told = error_from_dict(self._error.to_dict())
-        told.message = (
+        error = error_from_dict(self._error.to_dict())
+        error.message = (
             f"left out {self._for_s - left_s:.1f} s ago, so it was not asked; it is asked again in {left_s:.1f} s. "
             f"Why: {type(self._error).__name__}: {self._error.message}"
         )
-        return told
+        return error
 
 
 def _retry_after(first_or_last: Callable[[Iterable[float]], float], left_out: Mapping[str, _Shunned]) -> dict[str, Any]:

@@ -320,19 +320,19 @@ class _Told:
             return
         served = _includes(self.served, self._done) or self._done == self._waited_for
         self._behind = not served
-        said = "; ".join(_of(who, why) for who, why in failures.items())
-        self.why_not = None if served or not said else said
+        reasons = "; ".join(_of(who, why) for who, why in failures.items())
+        self.why_not = None if served or not reasons else reasons
         self._log_failures({} if served else failures)
         if served:
             self._failing.clear()
 
     def _log_failures(self, failures: Mapping[str, str]) -> None:
         """Each once: one that differs in numbers alone, as a version's, is the same."""
-        for said in (_of(who, why) for who, why in failures.items()):
-            words = re.sub(r"\d+", "", said)
+        for text in (_of(who, why) for who, why in failures.items()):
+            words = re.sub(r"\d+", "", text)
             if words not in self._failing and len(self._failing) < _MAX_FAILURES and not self._closed:
                 self._failing.add(words)
-                _logger.warning("%s: what was published is not served there: %s", self.url, said)
+                _logger.warning("%s: what was published is not served there: %s", self.url, text)
 
     def _because(self) -> str:
         """What it says of that itself, behind a colon; empty where it says nothing."""
@@ -340,9 +340,9 @@ class _Told:
             failures = self._seen(all_of_them=True)
         except WeightSyncError:
             return ""
-        said = [_of(who, why) for who, why in failures.items()]
-        more = [f"and {len(said) - _MAX_TOLD} more"] if len(said) > _MAX_TOLD else []
-        return f": {'; '.join(said[:_MAX_TOLD] + more)}" if said else ""
+        reasons = [_of(who, why) for who, why in failures.items()]
+        more = [f"and {len(reasons) - _MAX_TOLD} more"] if len(reasons) > _MAX_TOLD else []
+        return f": {'; '.join(reasons[:_MAX_TOLD] + more)}" if reasons else ""
 
     def _seen(self, *, all_of_them: bool = False) -> Mapping[str, str]:
         """What has failed there, by whose it is ("": the sync); of a fleet with all that it says of its services,
@@ -411,8 +411,8 @@ def _failures_of(instances: Sequence[InstanceStatus], last_error: str | None, *,
     failures = {
         each.instance_id: each.why for each in instances if each.why is not None and (each.failed or all_of_them)
     }
-    said = [words for why in failures.values() if (words := why.rsplit("Error: ", 1)[-1].partition(" [")[0])]
-    if last_error is None or (_ONE_FAILED.search(last_error) and any(words in last_error for words in said)):
+    reasons = [words for why in failures.values() if (words := why.rsplit("Error: ", 1)[-1].partition(" [")[0])]
+    if last_error is None or (_ONE_FAILED.search(last_error) and any(words in last_error for words in reasons)):
         return failures
     return {"": last_error, **failures}
 

@@ -81,12 +81,12 @@ class HostPlan:
         return Publication(manifest=manifest, parts=self.parts, sources=sources)
 
 
-def plan_hosts(specs: Sequence[TensorSpec], said: Sequence[dict[str, Any]]) -> HostPlan:
+def plan_hosts(specs: Sequence[TensorSpec], replies: Sequence[dict[str, Any]]) -> HostPlan:
     """Lays each host's parts out. A tensor that the ranks of a host hold between them lies whole in its segment.
 
     Args:
         specs: of the whole tensors, in the stream's order.
-        said: of each rank, in order: {"host": name of its host group, "boxes": [[index of spec, offset, shape], ...]}.
+        replies: of each rank, in order: {"host": its host group, "boxes": [[index of spec, offset, shape], ...]}.
 
     Raises:
         ManifestMismatchError: the ranks' parts do not make up every tensor exactly once.
@@ -94,7 +94,7 @@ def plan_hosts(specs: Sequence[TensorSpec], said: Sequence[dict[str, Any]]) -> H
     hosts: list[str] = []
     leaders: list[int] = []
     held: list[list[list[Box]]] = []
-    for rank, what in enumerate(said):
+    for rank, what in enumerate(replies):
         if what["host"] not in hosts:
             hosts.append(what["host"])
             leaders.append(rank)

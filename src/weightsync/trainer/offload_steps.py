@@ -175,9 +175,9 @@ class OffloadSteps:
         adapter = weights.adapter if isinstance(weights, WeightExtractor) else None
         of = "" if adapter is None else xxhash.xxh3_128_hexdigest(msgspec.json.encode(adapter))
         canary = weights.canary if isinstance(weights, WeightExtractor) else None
-        said = None if canary is None else msgspec.to_builtins(canary)
+        canary_fields = None if canary is None else msgspec.to_builtins(canary)
         replies = self._ranks.settle(
-            error, key=f"{version} {key} {of}", changed=(key, boxes) != self._plan_of, canary=said
+            error, key=f"{version} {key} {of}", changed=(key, boxes) != self._plan_of, canary=canary_fields
         )
         if len({reply["key"] for reply in replies}) > 1:
             raise InvalidRequestError("training ranks differ in version, tensors or dtype", rank=self._ranks.rank)

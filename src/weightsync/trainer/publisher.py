@@ -220,20 +220,20 @@ class WeightManager(Closing):
             host = self._host_group or host_nonce()
         except Exception as caught:
             error = error or as_weightsync_error(caught, StateError, "this rank can't publish")
-        said = ranks.settle(
+        replies = ranks.settle(
             error, host=host, run_id=self._given_run_id, model_id=self.model_id, incarnation=uuid.uuid4().hex
         )
-        if len({what["model_id"] for what in said}) > 1:
+        if len({what["model_id"] for what in replies}) > 1:
             raise ConfigError("training ranks made managers of different models: call them in one order")
-        self.run_id = said[0]["run_id"] or f"run-{uuid.uuid4().hex[:12]}" if ranks.rank == 0 else ""
-        self._hosts = [what["host"] for what in said]
+        self.run_id = replies[0]["run_id"] or f"run-{uuid.uuid4().hex[:12]}" if ranks.rank == 0 else ""
+        self._hosts = [what["host"] for what in replies]
 
         def serves(seconds: float) -> bool:
             if self._hosts.index(host) != ranks.rank:
                 return True
             if self._agent is None:
                 config = msgspec.structs.replace(
-                    self._config, incarnation=said[0]["incarnation"], load_delta_codec=deltas
+                    self._config, incarnation=replies[0]["incarnation"], load_delta_codec=deltas
                 )
                 self._agent = AgentProcess(config, self._heard, answer_within_s=self._agent_timeout_s)
                 self._agent.start()
@@ -244,13 +244,13 @@ class WeightManager(Closing):
         if self._agent is not None:
             endpoint = self._agent.endpoint
             self._unsubscribe = self.recorder.subscribe(self._show)
-        told = ranks.settle(None, endpoint=endpoint, run_id=self.run_id)
-        self.run_id = told[0]["run_id"]
+        answers = ranks.settle(None, endpoint=endpoint, run_id=self.run_id)
+        self.run_id = answers[0]["run_id"]
         self._steps = OffloadSteps(
             ranks, self._hosts, model_id=self.model_id, dtype=self._dtype, guard_s=self._guard_s,
             leases=self._config.lease_s > 0, timeout_s=self._timeout_s, recorder=self.recorder,
         )  # fmt: skip
-        self._endpoints = [what["endpoint"] for what in told]
+        self._endpoints = [what["endpoint"] for what in answers]
 
     def offload(
         self,

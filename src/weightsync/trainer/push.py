@@ -229,8 +229,8 @@ class PushSync:
                     )
             except Exception as caught:
                 error = as_weightsync_error(caught, TransferError, "initialising failed")
-            said = ranks.settle(error, run_id=self.run_id)
-            self.run_id = str(said[0]["run_id"])
+            replies = ranks.settle(error, run_id=self.run_id)
+            self.run_id = str(replies[0]["run_id"])
 
     def check(self) -> None:
         """Asks every engine whether the model's names, shapes and dtypes are its own; every training rank, after
@@ -313,8 +313,8 @@ class PushSync:
         finally:
             self._extraction = run.extraction
             run.end(error)
-        told = ranks.settle(error, report=None if report is None else msgspec.to_builtins(report))
-        return msgspec.convert(told[0]["report"], SyncReport)
+        replies = ranks.settle(error, report=None if report is None else msgspec.to_builtins(report))
+        return msgspec.convert(replies[0]["report"], SyncReport)
 
     def close(self) -> None:
         """Leaves the transfer group and gives shared memory back. Idempotent; engines go on serving.
@@ -370,8 +370,8 @@ class PushSync:
         except Exception as caught:
             message = "reading the model's tensors failed"
             error = error or as_weightsync_error(caught, ExtractError, message, rank=ranks.rank)
-        for rank, said in enumerate(ranks.settle(error, start=start)):
-            other = said.get("start")
+        for rank, reply in enumerate(ranks.settle(error, start=start)):
+            other = reply.get("start")
             if other is None:
                 raise StateError(
                     f"training rank {rank} is at another step of a sync: ranks call sync_weights in one order, and "
@@ -385,15 +385,15 @@ class PushSync:
                 raise ConfigError(f"training rank {rank} means another sync: it has {'; '.join(differs)}", rank=rank)
 
 
-def _all_is_too_large(told: Sequence[WeightSyncError]) -> bool:
+def _all_is_too_large(errors: Sequence[WeightSyncError]) -> bool:
     """Whether nothing else has failed on any rank than that a change was too large. Every rank was told the same."""
-    causes = [error for error in told if not is_consequence(error)]
+    causes = [error for error in errors if not is_consequence(error)]
     return bool(causes) and all(isinstance(error, DeltaTooLargeError) for error in causes)
 
 
-def _cause_of(error: WeightSyncError, told: Sequence[WeightSyncError]) -> WeightSyncError:
+def _cause_of(error: WeightSyncError, errors: Sequence[WeightSyncError]) -> WeightSyncError:
     """What to raise: a change that was too large is the reason for nothing, where something else has failed too."""
-    others = [other for other in told if not isinstance(other, DeltaTooLargeError) and not is_consequence(other)]
+    others = [other for other in errors if not isinstance(other, DeltaTooLargeError) and not is_consequence(other)]
     return others[0] if isinstance(error, DeltaTooLargeError) and others else error
 
 

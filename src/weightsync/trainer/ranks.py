@@ -123,7 +123,7 @@ class TrainingRanks:
             dist.all_gather(gathered, padded, group=held[_GROUP])
             return [bytes(part[: int(size)].numpy()) for part, size in zip(gathered, sizes, strict=True)]
 
-        return [json.loads(said) for said in self._native(job)]
+        return [json.loads(reply) for reply in self._native(job)]
 
     def settle(self, error: WeightSyncError | None, **mine: Any) -> list[dict[str, Any]]:
         """`exchange` that raises on every rank if any rank has an error: its own, else the first other's, typed.
@@ -136,21 +136,23 @@ class TrainingRanks:
         """
         self.told = ()
         try:
-            said = self.exchange({**mine, "error": None if error is None else error.to_dict()})
+            replies = self.exchange({**mine, "error": None if error is None else error.to_dict()})
         except TrainerRankError as lost:
             self.agreed_error = error or lost
             raise self.agreed_error from None
-        told = [(rank, error_from_dict(what["error"])) for rank, what in enumerate(said) if what["error"] is not None]
-        causes = [(rank, other) for rank, other in told if not is_consequence(other)]
-        self.told = tuple(other for _, other in told)
+        failures = [
+            (rank, error_from_dict(what["error"])) for rank, what in enumerate(replies) if what["error"] is not None
+        ]
+        causes = [(rank, other) for rank, other in failures if not is_consequence(other)]
+        self.told = tuple(other for _, other in failures)
         if error is not None and (not is_consequence(error) or not causes):
             self.agreed_error = error
-        elif told:
-            rank, self.agreed_error = (causes or told)[0]
+        elif failures:
+            rank, self.agreed_error = (causes or failures)[0]
             self.agreed_error.message += f" (told by training rank {rank})"
         else:
             self.agreed_error = None
-            return said
+            return replies
         raise self.agreed_error
 
     def wait_together(self, done: Callable[[float], bool], *, what: str) -> None:
@@ -172,7 +174,7 @@ class TrainingRanks:
                 is_done = is_done or done(_ROUND_S)
             except Exception as caught:
                 error = as_weightsync_error(caught, StateError, what)
-            are_done = all(said["done"] for said in self.settle(error, done=is_done))
+            are_done = all(reply["done"] for reply in self.settle(error, done=is_done))
 
     def give_up(self, why: str) -> None:
         """A thread is left inside an exchange: from here on every exchange fails at once instead of pairing with it."""

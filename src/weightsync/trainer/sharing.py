@@ -61,12 +61,12 @@ class RankSharing:
         if sharing_ranks == (0,):
             if error is not None:
                 raise error
-            said: list[Any] = [handles]
+            replies: list[Any] = [handles]
         else:
-            said = self._told(error, [msgspec.to_builtins(handle) for handle in handles])
+            replies = self._told(error, [msgspec.to_builtins(handle) for handle in handles])
         if self._ranks.rank != 0:
             return chunk
-        lists = tuple(msgspec.convert(said[rank], tuple[MemoryHandle, ...]) for rank in sharing_ranks)
+        lists = tuple(msgspec.convert(replies[rank], tuple[MemoryHandle, ...]) for rank in sharing_ranks)
         return SharedChunk.of(chunk, lists, let_go=let_go)
 
     def _first_of_each_place(self, chunk: WeightChunk) -> tuple[int, ...]:
@@ -76,21 +76,21 @@ class RankSharing:
         except BaseException as caught:
             error = self._typed(caught)
         places = self._told(error, place)
-        return tuple(rank for rank, said in enumerate(places) if said not in places[:rank])
+        return tuple(rank for rank, each in enumerate(places) if each not in places[:rank])
 
     def _told(self, error: WeightSyncError | None, mine: Any) -> list[Any]:
         """What every rank says; raises on all of them if any has an error: its own, or that there is one."""
-        said = self._ranks.exchange({"failed": error is not None, "said": mine})
+        replies = self._ranks.exchange({"failed": error is not None, "said": mine})
         if error is not None:
             raise error
-        failed = [rank for rank, one in enumerate(said) if one["failed"]]
+        failed = [rank for rank, one in enumerate(replies) if one["failed"]]
         if failed:
             raise TransferAbortedError(
                 f"training rank {failed[0]} could not lend its memory",
                 rank=self._ranks.rank,
                 state_left="nothing was sent",
             )
-        return [one["said"] for one in said]
+        return [one["said"] for one in replies]
 
     def _typed(self, caught: BaseException) -> WeightSyncError:
         return as_weightsync_error(caught, SharedMemoryError, "a chunk could not be lent", rank=self._ranks.rank)
