@@ -117,11 +117,11 @@ def asked_wait_s(request: Request) -> float:
     Raises:
         InvalidRequestError: it says what is no such time.
     """
-    said = request.query_params.get("wait_s", "0")
+    text = request.query_params.get("wait_s", "0")
     with contextlib.suppress(ValueError):
-        if 0 <= float(said) <= MAX_WAIT_S:  # NaN fails both
-            return float(said)
-    raise InvalidRequestError(f"wait_s is a number of seconds from 0 to {MAX_WAIT_S:g}, not {said[:30]!r}")
+        if 0 <= float(text) <= MAX_WAIT_S:  # NaN fails both
+            return float(text)
+    raise InvalidRequestError(f"wait_s is a number of seconds from 0 to {MAX_WAIT_S:g}, not {text[:30]!r}")
 
 
 def asked_version(request: Request) -> Version | None:
@@ -130,12 +130,12 @@ def asked_version(request: Request) -> Version | None:
     Raises:
         InvalidRequestError: it is no version.
     """
-    said = request.query_params.get("after")
-    if said is None:
+    text = request.query_params.get("after")
+    if text is None:
         return None
-    run_id, _, number = said.rpartition("/")
+    run_id, _, number = text.rpartition("/")
     if not (number.isascii() and number.isdigit() and len(number) < 20):
-        raise InvalidRequestError(f"after is a version as RUN/NUMBER, not {said[:100]!r}")
+        raise InvalidRequestError(f"after is a version as RUN/NUMBER, not {text[:100]!r}")
     check_id("run_id", run_id)
     return Version(run_id=run_id, number=int(number))
 
@@ -146,7 +146,7 @@ def asked_number(request: Request) -> int:
     Raises:
         InvalidRequestError: it is no count.
     """
-    said = request.query_params.get("after", "0")
-    if not (said.isascii() and said.isdigit() and len(said) < 20):
-        raise InvalidRequestError(f"after is a number, 0 or more, not {said[:30]!r}")
-    return int(said)
+    text = request.query_params.get("after", "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise InvalidRequestError(f"after is a number, 0 or more, not {text[:30]!r}")
+    return int(text)
