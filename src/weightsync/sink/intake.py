@@ -103,8 +103,8 @@ class Intake:
                     raise NotRegisteredError(f"{publication.manifest.version} lies at {source.endpoint} too: not named")
                 each = self._grant(source.endpoint, publication.manifest.version, bases, deadline, index=index)
                 granted[index] = each
-                said = each.grant.publication, each.grant.source, each.grant.incarnation
-                if said != (publication, index, first.grant.incarnation):
+                answer = each.grant.publication, each.grant.source, each.grant.incarnation
+                if answer != (publication, index, first.grant.incarnation):
                     raise VersionError(f"{source.endpoint} tells another story of {publication.manifest.version}")
             self._source_of = {each.endpoint: index for index, each in granted.items()}
             ordered = [granted[index] for index in range(len(publication.sources))]

@@ -145,7 +145,7 @@ class Sweeper:
     def _live_notes(self, deadline: Deadline) -> list[ReaderNote]:
         """What readers say that are alive; some of it, where there are too many."""
         at_s, listed = time.monotonic(), self._listed_notes(deadline)
-        self._notes = {key: said for key, said in self._notes.items() if key in listed}
+        self._notes = {key: kept for key, kept in self._notes.items() if key in listed}
         in_turn = [*sorted(listed - self._notes.keys()), *self._notes][:_MAX_READERS]
         live: list[ReaderNote] = []
         dead: list[str] = []
