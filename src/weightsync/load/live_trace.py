@@ -174,8 +174,8 @@ class _Tracer(TorchDispatchMode):
             for piece in found:
                 why = self._spoilt.get(piece.owner) or self._doubts.get(piece.owner)
                 if why is not None:
-                    told = piece.owner == name or piece.owner.startswith(f"{why.partition(' ')[0]}.")
-                    self.marked.setdefault(name, why if told else f"{piece.owner}: {why}")
+                    is_named = piece.owner == name or piece.owner.startswith(f"{why.partition(' ')[0]}.")
+                    self.marked.setdefault(name, why if is_named else f"{piece.owner}: {why}")
         pieces = {name: tuple(found) for name, found in self._pieces.items() if name not in self.marked}
         return LivePlan(pieces=pieces, marked=dict(self.marked), _places=places(self._model), _held=held(self._model))
 

@@ -349,8 +349,8 @@ def _take(turn: Iterable[tuple[str, _Piece]], step: str) -> None:
             _check(name, different, step)
     if counted:
         device = next(iter(counted.values())).device
-        told = torch.stack([different.to(device) for different in counted.values()]).tolist()
-        for name, different in zip(counted, told, strict=True):
+        counts = torch.stack([different.to(device) for different in counted.values()]).tolist()
+        for name, different in zip(counted, counts, strict=True):
             _check(name, different, step)
 
 

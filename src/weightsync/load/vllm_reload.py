@@ -69,8 +69,8 @@ class LayerwiseReload:
                 yield name, tensor
 
         with loading(self._vllm_config):
-            told = self._model.load_weights(self.notes.giving(noted()))  # type: ignore[operator]
-        self._told = None if told is None or self._told is None else self._told | set(told)
+            loaded = self._model.load_weights(self.notes.giving(noted()))  # type: ignore[operator]
+        self._told = None if loaded is None or self._told is None else self._told | set(loaded)
 
     def check(self, *, strict: bool) -> None:
         """Refuses what vLLM would complete with filler.
