@@ -71,8 +71,8 @@ def show(key: str, content: str, host: str, port: int) -> str:
         key: as the agent gave it, to reader and peer.
         host, port: of the peer, as the agent hands them out.
     """
-    said = f"{content} {host} {port}".encode()
-    return hmac.new(bytes.fromhex(key), said, hashlib.sha256).hexdigest()[:32]
+    message = f"{content} {host} {port}".encode()
+    return hmac.new(bytes.fromhex(key), message, hashlib.sha256).hexdigest()[:32]
 
 
 @dataclasses.dataclass(eq=False)
@@ -227,7 +227,7 @@ class RelaySource:
     def _report(self, reading: _Reading) -> None:
         """Says what is here and hears who has what, again and again."""
         swarm, num_blocks = reading.swarm, self.source.num_blocks
-        pause_s, said, key = 0.0, -1, ""
+        pause_s, reported, key = 0.0, -1, ""
         while not swarm.over and not self._closed:
             began_s = time.monotonic()
             fetched = swarm.fetched
@@ -237,7 +237,7 @@ class RelaySource:
                     fetched=have_bytes(fetched, num_blocks),
                     stuck=have_bytes(swarm.stuck(), num_blocks),
                     want=swarm.want(2 * self.num_streams, pause_s),
-                    wait_s=_LONGEST_WAIT_S if swarm.is_idle and fetched == said else 0.0,
+                    wait_s=_LONGEST_WAIT_S if swarm.is_idle and fetched == reported else 0.0,
                     deadline=reading.deadline,
                 )
             except TransferAbortedError:
@@ -253,7 +253,7 @@ class RelaySource:
                 self._ask_agent(reading)
                 _wait(swarm, pause_s, began_s)
                 continue
-            said, key, pause_s = fetched, answer.keys.get(self.content, key), answer.again_s
+            reported, key, pause_s = fetched, answer.keys.get(self.content, key), answer.again_s
             order = swarm.told(answer.peers, answer.take)
             if key:
                 self._ask(reading, order, key)
@@ -261,7 +261,7 @@ class RelaySource:
                 swarm.go_alone()  # the agent has forgotten it: what it still serves is taken from it
             self._ask_agent(reading)
             # what is new is told soon, and what is not new now and then
-            _wait(swarm, pause_s, began_s, told=said)
+            _wait(swarm, pause_s, began_s, reported=reported)
 
     def _ask(self, reading: _Reading, order: list[RelayPeer], key: str) -> None:
         """Streams to the peers that come first, as long as there is room for more."""
@@ -303,12 +303,13 @@ class _Reading:
     error: WeightSyncError | None = None
 
 
-def _wait(swarm: Swarm, pause_s: float, since_s: float, *, told: int | None = None) -> None:
+def _wait(swarm: Swarm, pause_s: float, since_s: float, *, reported: int | None = None) -> None:
     """At least `pause_s` from `since_s` on; then, where the agent was told of these blocks, until there is something to
     say, at most a few times as long."""
     with swarm.changed:
         swarm.changed.wait_for(lambda: swarm.over, max(0.0, since_s + pause_s - time.monotonic()))
-        if told is not None:
+        if reported is not None:
             swarm.changed.wait_for(
-                lambda: swarm.over or swarm.fetched != told or swarm.is_idle, _REPORTS_A_PACE * min(pause_s, _WATCH_S)
+                lambda: swarm.over or swarm.fetched != reported or swarm.is_idle,
+                _REPORTS_A_PACE * min(pause_s, _WATCH_S),
             )
