@@ -160,8 +160,8 @@ class DeviceSum:
         """Adds the blocks that were summed, each times its keys."""
         if self._block_sums is None or not self._summed:
             return
-        told = np.array(self._summed, np.uint64).view(np.int64).T  # the rest is computed there: keys are many
-        firsts, numbers, *keys = torch.from_numpy(np.ascontiguousarray(told)).to(self._device)
+        summed = np.array(self._summed, np.uint64).view(np.int64).T  # the rest is computed there: keys are many
+        firsts, numbers, *keys = torch.from_numpy(np.ascontiguousarray(summed)).to(self._device)
         counts = torch.arange(self._num_summed, device=self._device)
         which = torch.repeat_interleave(numbers, output_size=self._num_summed)
         places = counts + (firsts - numbers.cumsum(0) + numbers)[which]
