@@ -140,8 +140,8 @@ class MegatronWeightExtractor(WeightExtractor):
                     del item
         except Exception as failed:  # the others wait in the exchange below
             error = failed
-        told = repr([(one.name, one.dtype, one.shape, one.engine_name) for one in seen]) if error is None else ""
-        alike = _all_ranks_have(told, failed=error is not None, device=self._device())
+        text = repr([(one.name, one.dtype, one.shape, one.engine_name) for one in seen]) if error is None else ""
+        alike = _all_ranks_have(text, failed=error is not None, device=self._device())
         if error is not None:
             raise error
         if not alike:

@@ -71,21 +71,21 @@ def check_extractor(config: WeightSyncConfig, extractor: WeightExtractor) -> Non
     Raises:
         ConfigError: the extractor was made with something else; names the key.
     """
-    said, made, backend = config.extract, extractor.settings, config.transfer.training_backend
+    given, made, backend = config.extract, extractor.settings, config.transfer.training_backend
     if backend != "module" and not isinstance(extractor, _KINDS[backend]):
         raise ConfigError(
             f"transfer.training_backend is {backend!r}, and this is a {type(extractor).__name__}: leave it out",
             keys=["transfer.training_backend"],
         )
-    wrong = [key for key in _OF_CHUNKS if key in said.model_fields_set and _differ(getattr(said, key), made[key])]
+    wrong = [key for key in _OF_CHUNKS if key in given.model_fields_set and _differ(getattr(given, key), made[key])]
     if wrong:
-        told = ", ".join(f"extract.{key} is {getattr(said, key)!r}, and it has {made[key]!r}" for key in wrong)
+        text = ", ".join(f"extract.{key} is {getattr(given, key)!r}, and it has {made[key]!r}" for key in wrong)
         raise ConfigError(
-            f"the extractor was made with other settings than the configuration has: {told}. Make it with "
+            f"the extractor was made with other settings than the configuration has: {text}. Make it with "
             "extractor_for(config, model), or leave them out",
             keys=[f"extract.{key}" for key in wrong],
         )
 
 
-def _differ(said: Any, made: Any) -> bool:
-    return said is not None and said != made if isinstance(made, bool) else said != made
+def _differ(given: Any, made: Any) -> bool:
+    return given is not None and given != made if isinstance(made, bool) else given != made
