@@ -17,6 +17,7 @@ from weightsync.errors import DeadlineExceededError
 from weightsync.types.deadline import in_seconds
 
 _T = TypeVar("_T")
+_MARGIN_S = 10.0
 
 
 def done(awaited: Awaitable[_T]) -> _T:
@@ -70,3 +71,8 @@ def answer_of(actor: Any, method: str, *args: Any, timeout_s: float, **named: An
 def config_of(cfg: Any) -> WeightSyncConfig:
     """A document's `cfg` as ours; the defaults where it has none, or the plan's `...`."""
     return WeightSyncConfig.load({} if cfg in (None, ...) else cfg)
+
+
+def patience_s(config: WeightSyncConfig) -> float:
+    """How long an actor's whole call may take: it may join and transfer, and has a margin to say itself what failed."""
+    return config.transfer.join_timeout_s + config.transfer.transfer_timeout_s + _MARGIN_S

@@ -1,4 +1,4 @@
-"""The inference side as the documents have it: loaders, the client of the engines, and the call graph's manager.
+"""The inference side as the documents have it: loaders, and the client of the engines.
 
 A document's actor has one call for weights, `update_named_weights(request_dict)` (or `handle_weight_update`,
 `update_weights`). `ActorEngine` takes every step of a push through it.
@@ -11,16 +11,16 @@ import functools
 import inspect
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import torch
 
-from weightsync.adapters.compat.calls import answer_of, done, in_thread, result_of
+from weightsync.adapters.compat.calls import answer_of, in_thread, patience_s, result_of
 from weightsync.adapters.compat.receiver import Joining, WeightTransferReceiver
 from weightsync.adapters.compat.sender import TransferRequest
 from weightsync.adapters.compat.strategy import WeightTransferStrategy
+from weightsync.config import WeightSyncConfig
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.remote import RemoteWeightLoader as _RemoteLoader
 from weightsync.engine.worker import EngineWorker
@@ -49,7 +49,6 @@ from weightsync.types import (
 from weightsync.types.engine import REQUEST_TYPES
 
 _OPS = {kind: op for op, kind in REQUEST_TYPES.items()}
-_STEP_S = 300.0
 _CALLS = ("update_named_weights", "handle_weight_update", "update_weights")
 _NO_ANSWER = "its handler answers nothing: return what receive_and_load_weights returns, and the proof is seen"
 
@@ -107,7 +106,7 @@ class WeightLoader:
         self._receiver = receiver or self._receiver
         if self._receiver is None:
             raise StateError("no receiver has come here: receiver.receive_and_load_weights(request, loader)")
-        return serving.call(_OPS[type(request)], request, timeout_s=_STEP_S)
+        return serving.call(_OPS[type(request)], request, timeout_s=self._receiver.timeout_s)
 
     def _strategy(self, name: str) -> Joining:
         assert self._receiver is not None
@@ -217,7 +216,7 @@ class ActorEngine:
         given = {"strategy": strategy, "cfg": cfg, "sync_info": info, "rank_offset": rank_offset}
         takes = _arguments(self._actor, "initialize_weight_sync")
         named = {name: value for name, value in given.items() if takes is None or name in takes}
-        answer_of(self._actor, "initialize_weight_sync", **named, timeout_s=_STEP_S)
+        answer_of(self._actor, "initialize_weight_sync", **named, timeout_s=patience_s(strategy.config(cfg)))
 
     def _assumed(self, op: EngineOp, request: Any) -> EngineReply:
         """What can be said of an actor that raised nothing and answered nothing."""
@@ -262,6 +261,8 @@ class InferenceEngineClient(EngineFanout):
         engines: in the order of their ranks: handles of ours, URLs, `InferenceEngine`s, Ray's actor handles.
     """
 
+    _step_s = WeightSyncConfig().transfer.transfer_timeout_s
+
     def __init__(self, engines: Sequence[Any], *, token: str | None = None) -> None:
         handles = [_handle(engine, index, token) for index, engine in enumerate(engines)]
         super().__init__(handles)
@@ -276,7 +277,8 @@ class InferenceEngineClient(EngineFanout):
         self, strategy: WeightTransferStrategy, sync_info: WeightSyncInitInfo, cfg: Any = None
     ) -> None:
         """Has every actor make its receiver, with the rank that follows from the sizes before it. Engines of ours
-        need not be told: they learn all of it from the sender."""
+        need not be told: they learn all of it from the sender. From here on a chunk has the config's deadline."""
+        self._step_s = strategy.config(cfg).transfer.transfer_timeout_s
         rank = 1
         for engine in self._engines.values():
             if isinstance(engine, ActorEngine):
@@ -288,9 +290,9 @@ class InferenceEngineClient(EngineFanout):
 
     async def update_named_weights(self, request: AnyUpdateRequest) -> Mapping[str, EngineReply]:
         """Announces one chunk to every engine; done when their loaders have let go of it."""
-        return await asyncio.wrap_future(super().update_weights(request, timeout_s=_STEP_S))
+        return await asyncio.wrap_future(super().update_weights(request, timeout_s=self._step_s))
 
-    def update_weights(self, request: Any = None, *, timeout_s: float = _STEP_S, **legacy: Any) -> Any:
+    def update_weights(self, request: Any = None, *, timeout_s: float | None = None, **legacy: Any) -> Any:
         """A sender's announcement of a chunk, as ours; or all that a sender was given (`get_request()`, or its fields),
         to be awaited: it is moved then.
 
@@ -303,55 +305,7 @@ class InferenceEngineClient(EngineFanout):
             if "sender" not in legacy:
                 raise ConfigError("update_weights takes what a sender's get_request() gave: names alone move nothing")
             return legacy["sender"].send_pending(self)
-        return super().update_weights(request, timeout_s=timeout_s)
-
-
-class WeightSyncManager:
-    """The call graph's controller: `initialize()` once, `sync_weights()` after a training step.
-
-    Args:
-        trainers: the training actors, of every rank, with `initialize_weight_sync(strategy, cfg, inference_client)` and
-            `sync_weights()`: objects here, or Ray's actor handles.
-    """
-
-    def __init__(
-        self,
-        trainers: Sequence[Any],
-        inference_client: InferenceEngineClient,
-        strategy: WeightTransferStrategy,
-        cfg: Any = None,
-    ) -> None:
-        self._trainers, self._client, self._strategy, self._cfg = list(trainers), inference_client, strategy, cfg
-
-    def initialize(self) -> None:
-        """Has both sides make their ends."""
-        self._initialize_inference_receivers(self._initialize_training_senders())
-
-    def sync_weights(self) -> Any:
-        """Pushes; returns when every engine serves the weights. The first rank's answer.
-
-        Raises:
-            DeadlineExceededError: an actor did not answer in time.
-            WeightSyncError: as the trainers raise it.
-        """
-        return self._trigger_training_sync()
-
-    def _initialize_training_senders(self) -> WeightSyncInitInfo:
-        return self._all("initialize_weight_sync", self._strategy, self._cfg, self._client)  # type: ignore[no-any-return]
-
-    def _initialize_inference_receivers(self, sync_info: WeightSyncInitInfo) -> None:
-        done(self._client.initialize_weight_sync(self._strategy, sync_info, self._cfg))
-
-    def _trigger_training_sync(self) -> Any:
-        return self._all("sync_weights")
-
-    def _all(self, method: str, *args: Any) -> Any:
-        async def asked() -> list[Any]:
-            calls = [functools.partial(answer_of, each, method, *args, timeout_s=_STEP_S) for each in self._trainers]
-            with ThreadPoolExecutor(len(calls)) as pool:  # a thread each: ranks wait for each other in collectives
-                return await asyncio.gather(*(in_thread(call, pool) for call in calls))
-
-        return done(asked())[0]
+        return super().update_weights(request, timeout_s=self._step_s if timeout_s is None else timeout_s)
 
 
 class _Theirs(base.WeightLoader):
