@@ -176,10 +176,11 @@ class RemoteWeightLoader(WeightLoader):
 
 class ActorEngine:
     """An `EngineHandle` of a document's actor: a Ray actor's handle, or an object here, whose coroutines then run in an
-    event loop of each call. It has one worker.
+    event loop of each call. It has one worker: a receiver is of one.
 
     Args:
-        actor: with one of `update_named_weights`, `handle_weight_update` and `update_weights`.
+        actor: with one of `update_named_weights`, `handle_weight_update` and `update_weights`. Where it has a method
+            `world_size`, that says how many workers it has.
         engine_id: a name for messages.
 
     Raises:
@@ -198,13 +199,11 @@ class ActorEngine:
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         """See `EngineHandle`. What the actor's own code raises is an EngineError with its words."""
         if op is EngineOp.DESCRIBE and self._group is None:
+            self._check_workers(timeout_s)
             return self._assumed(op, request)  # it has no receiver yet that could parse a request
         body = msgspec.to_builtins(request)
         said = body["update"] if op is EngineOp.UPDATE_WEIGHTS else {"op": op.value, **body}
-        try:
-            answer = answer_of(self._actor, self._name, said, timeout_s=timeout_s)
-        except BaseException as error:
-            raise as_weightsync_error(error, EngineError, f"its {self._name} failed", peer=self.engine_id) from error
+        answer = self._answer(self._name, said, timeout_s=timeout_s)
         if op is EngineOp.INIT:
             self._group, self._version = request.info.group_name, None  # type: ignore[union-attr]
         if answer is not None:
@@ -212,11 +211,33 @@ class ActorEngine:
         return self._assumed(op, request)
 
     def initialize(self, strategy: Any, cfg: Any, info: WeightSyncInitInfo, rank_offset: int) -> None:
-        """The document's `initialize_weight_sync`, with the arguments that this actor's has."""
+        """The document's `initialize_weight_sync`, with the arguments that this actor's has.
+
+        Raises:
+            UnsupportedError: it has several workers.
+        """
+        timeout_s = patience_s(strategy.config(cfg))
+        self._check_workers(timeout_s)
         given = {"strategy": strategy, "cfg": cfg, "sync_info": info, "rank_offset": rank_offset}
         takes = _arguments(self._actor, "initialize_weight_sync")
         named = {name: value for name, value in given.items() if takes is None or name in takes}
-        answer_of(self._actor, "initialize_weight_sync", **named, timeout_s=patience_s(strategy.config(cfg)))
+        answer_of(self._actor, "initialize_weight_sync", **named, timeout_s=timeout_s)
+
+    def _check_workers(self, timeout_s: float) -> None:
+        if not callable(getattr(self._actor, "world_size", None)):
+            return
+        if (size := self._answer("world_size", timeout_s=timeout_s)) != 1:
+            raise UnsupportedError(
+                f"{self.engine_id} has {size} workers, and an actor under the documents' names has one: name the "
+                "engine by a URL (vllm+http://HOST:PORT), or give a handle of ours, which reaches all of them",
+                state_left="nothing was changed",
+            )
+
+    def _answer(self, method: str, *args: Any, timeout_s: float) -> Any:
+        try:
+            return answer_of(self._actor, method, *args, timeout_s=timeout_s)
+        except BaseException as error:
+            raise as_weightsync_error(error, EngineError, f"its {method} failed", peer=self.engine_id) from error
 
     def _assumed(self, op: EngineOp, request: Any) -> EngineReply:
         """What can be said of an actor that raised nothing and answered nothing."""
