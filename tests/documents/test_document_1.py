@@ -418,11 +418,13 @@ async def push_once(trained: Model, actor: Any, strategy: Any) -> Any:
 
 
 def test_a_remote_loader_pushes_to_an_engine_over_http() -> None:
-    served, trained = Model(2), Model(1)
+    """Its URL is read as `weightsync.push` reads one. Seen red: it took no `verify` and no `timeout_s`."""
+    served, trained, token = Model(2), Model(1), "a-token-for-tests-only"
     engine = EmbeddedEngine.of(ModuleWeightLoader(served))
-    server = EngineServer(engine)
+    server = EngineServer(engine, token=token)
     try:
-        loader = RemoteWeightLoader(server.start())
+        loader = RemoteWeightLoader(f"weightsync+{server.start()}", token=token, verify=True, timeout_s=20.0)
+        assert loader._loader._timeout_s == 20.0  # type: ignore[attr-defined]
         run(loader.load_weights({name: parameter.detach() for name, parameter in trained.named_parameters()}))
     finally:
         server.close()

@@ -164,14 +164,23 @@ class RemoteWeightLoader(WeightLoader):
     """Of an engine elsewhere, over HTTP.
 
     Args:
-        engine: its URL, or a handle.
+        engine: its URL (vllm+http://, sglang+http://, ..., see `handles.by_url`), or a handle.
+        token, verify, timeout_s: see `engine.remote.RemoteWeightLoader`.
     """
 
-    def __init__(self, engine: str | EngineHandle, *, token: str | None = None) -> None:
-        self.engine, self._token = engine, token
+    def __init__(
+        self,
+        engine: str | EngineHandle,
+        *,
+        token: str | None = None,
+        verify: bool | str = True,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.engine = engine
+        self._options: dict[str, Any] = {"token": token, "verify": verify, "timeout_s": timeout_s}
 
     def ours(self) -> base.WeightLoader:
-        return _RemoteLoader(self.engine, token=self._token)
+        return _RemoteLoader(self.engine, **self._options)
 
 
 class ActorEngine:
