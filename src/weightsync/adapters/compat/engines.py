@@ -10,7 +10,7 @@ import asyncio
 import functools
 import inspect
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -128,21 +128,38 @@ class WeightLoader:
 
 
 class VLLMWeightLoader(WeightLoader):
-    """Of one vLLM worker's model. A prefix cache of the old weights is the caller's to drop, behind each sync.
+    """Of one vLLM worker's model. What vLLM has cached of the old weights is dropped at each commit, where it is known
+    how; else it is the caller's to drop, behind each sync. Nothing here pauses vLLM itself: see `serving`.
 
     Args:
         engine: that has the worker, as `engine.worker`: vLLM's own; or an object with a `model`.
+        drop_cache: drops the prefix cache, e.g. `llm.reset_prefix_cache`; the engine's own where it has one. No
+            coroutine: it is called in a thread beside the event loop.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, drop_cache: Callable[[], Any] | None = None) -> None:
+        own = getattr(engine, "reset_prefix_cache", None)
         self.engine = engine
+        self._drop_cache = drop_cache or (None if inspect.iscoroutinefunction(own) else own)
 
     def ours(self) -> base.WeightLoader:
         worker, model = getattr(self.engine, "worker", self.engine), _model_of(self.engine)
         if not callable(getattr(model, "load_weights", None)):
             raise UnsupportedError(f"{type(model).__name__} has no load_weights", state_left="nothing was changed")
         model_config, vllm_config = (getattr(worker, name, None) for name in ("model_config", "vllm_config"))
-        return _VLLMLoader(model, model_config=model_config, vllm_config=vllm_config)
+        ours = _VllmDropping(model, model_config=model_config, vllm_config=vllm_config)
+        ours.drop_cache = self._drop_cache
+        return ours
+
+
+class _VllmDropping(_VLLMLoader):
+    drop_cache: Callable[[], Any] | None = None
+
+    def commit(self, version: Version) -> None:
+        if self.drop_cache is not None and self.drop_cache() is False:  # before: nothing is generated until the end
+            why = "vLLM did not drop its prefix cache: requests run beside serving.generation()"
+            raise StateError(why, state_left="nothing was changed")
+        super().commit(version)
 
 
 class SGLangWeightLoader(WeightLoader):

@@ -6,17 +6,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from weightsync.adapters.compat.engines import InferenceEngineClient, WeightLoader
+from weightsync.adapters.compat.engines import InferenceEngineClient, VLLMWeightLoader, WeightLoader
 from weightsync.adapters.compat.extractors import WeightChunk
 from weightsync.adapters.compat.sender import CudaIpcTransferSender
 from weightsync.adapters.compat.strategy import CudaIpcTransferStrategy
 from weightsync.errors import StateError, SyncFailedError
+from weightsync.load import vllm
 from weightsync.testing.contracts import manifest_of
 from weightsync.types import Deadline, DescribeRequest, Full, Version
 
@@ -163,3 +165,40 @@ class Method:
 
     def future(self) -> Future[Any]:
         return self._answer
+
+
+def test_what_vllm_has_cached_of_the_old_weights_is_dropped_at_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine has a call for it, or one is given; where it refuses, nothing is loaded. Seen red: nobody was
+    asked to."""
+    log: list[str] = []
+    monkeypatch.setattr(vllm.VLLMWeightLoader, "commit", lambda self, version: log.append("commit"))
+    version = Version(run_id="r", number=1)
+
+    class Loads(nn.Linear):
+        def load_weights(self, pairs: Any) -> None: ...
+
+    class Engine:
+        model = Loads(2, 2)
+
+        def __init__(self, answer: Any) -> None:
+            self.answer = answer
+
+        def reset_prefix_cache(self) -> Any:
+            log.append("drop")
+            return self.answer
+
+    class AsyncEngine(Engine):
+        async def reset_prefix_cache(self) -> Any: ...
+
+    for answer in (True, None):
+        VLLMWeightLoader(Engine(answer)).ours().commit(version)
+    VLLMWeightLoader(AsyncEngine(True), drop_cache=Engine(True).reset_prefix_cache).ours().commit(version)
+    assert log == ["drop", "commit"] * 3
+    log.clear()
+    VLLMWeightLoader(AsyncEngine(True)).ours().commit(version)
+    VLLMWeightLoader(SimpleNamespace(model=Engine.model)).ours().commit(version)
+    assert log == ["commit"] * 2
+    log.clear()
+    with pytest.raises(StateError, match="did not drop its prefix cache"):
+        VLLMWeightLoader(Engine(False)).ours().commit(version)
+    assert log == ["drop"]
