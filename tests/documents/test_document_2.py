@@ -544,8 +544,45 @@ def test_phase_4_end_to_end(backend: str, monkeypatch: pytest.MonkeyPatch) -> No
         step(trained)
         run(worker.broadcast_to_inference_engines(client))
         assert [bytes_of(each) for each in served] == [bytes_of(trained)] * 2
-    assert {type(request) for request in (worker.sender._strategy.request_type,)} == {type(WeightUpdateRequest)}
+    announces = {
+        "nccl": BroadcastWeightUpdateRequest,
+        "cuda_ipc": skyrl.CudaIpcWeightUpdateRequest,
+        "packed": skyrl.PackedCudaIpcWeightUpdateRequest,
+    }[backend]
+    assert trainer._create_strategy().get_request_type() is announces
+    assert issubclass(announces, worker.sender._strategy.request_type)
+    assert issubclass(worker.sender._strategy.request_type, WeightUpdateRequest)
     run(worker.sender.close())
+
+
+@pytest.mark.parametrize("use_flashrl", [False, True])
+def test_flashrls_grouped_chunks_are_sent(use_flashrl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are smaller than q, k and v together: each layer's are announced in one chunk with FlashRL, and without
+    it in several. Seen red with an extractor that does not group."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    cfg = config(
+        weight_sync_backend="cuda_ipc",
+        pack_weights=False,
+        use_flashrl=use_flashrl,
+        weight_transfer_threshold_cuda_ipc_GB=300 / 2**30,
+    )
+    announced: List[set[str]] = []
+
+    class Engine(Phase4Engine):
+        async def update_weights(self, request):
+            announced.append(set(request.get("names", ())))
+            await super().update_weights(request)
+
+    trained, served = Model(1), Model(2)
+    worker, client = Phase4Worker(cfg, trained), InferenceEngineClient([Engine(served)])
+    Phase4Trainer(cfg, worker, client).init_weight_sync_state()
+    run(worker.broadcast_to_inference_engines(client))
+    run(worker.sender.close())
+    assert bytes_of(served) == bytes_of(trained)
+    for layer in (0, 1):
+        together = {f"layers.{layer}.self_attn.{name}_proj.weight" for name in "qkv"}
+        assert [together <= names for names in announced].count(True) == int(use_flashrl)
+        assert together <= set().union(*announced)
 
 
 def test_the_request_is_typed_and_has_the_plans_fields() -> None:

@@ -271,7 +271,8 @@ def test_the_configurations_say_the_same_to_ours() -> None:
         wm.offload(small_model().named_parameters(), 1, 0, 1)
         assert wm.wait_delta_ready() is None, "strategies without delta"
         with contextlib.closing(AgentClient(wm.endpoint)) as agent:
-            assert agent.register(RegisterRequest(receiver_id="r"))["delta_ready"] is False
+            able = agent.register(RegisterRequest(receiver_id="r"))
+            assert (able["delta_ready"], able["modes"]) == (False, ["auto", "full"])
         with pytest.raises(ConfigError, match="default group says"):
             wm.offload(small_model().named_parameters(), 2, 1, 2)
     for wrong in (

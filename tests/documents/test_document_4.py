@@ -34,7 +34,7 @@ from weightsync.adapters.compat.skyrl import (
     init_custom_process_group,
 )
 from weightsync.control.method import SyncMethod
-from weightsync.errors import EngineError, StateError, SyncFailedError
+from weightsync.errors import EngineError, StateError, SyncFailedError, WeightSyncError
 
 
 @pytest.mark.parametrize("strategy", [BroadcastTransferStrategy(), CudaIpcTransferStrategy()])
@@ -197,3 +197,29 @@ def test_the_argument_names_are_the_graphs() -> None:
     }
     for called, wanted in names.items():
         assert set(wanted.split()) <= set(inspect.signature(called).parameters), called
+
+
+@pytest.mark.parametrize("by_info", [False, True])
+def test_an_actor_of_several_workers_is_refused_in_words(by_info: bool) -> None:
+    """A receiver is of one worker. Seen red: such an actor counted as one."""
+
+    class Parallel(InferenceActor):
+        size = 2
+
+        async def world_size(self) -> int:
+            return self.size
+
+    actor, trainer = Parallel(2), TrainingActor(1)
+    client, strategy = InferenceEngineClient([InferenceActor(3), actor]), BroadcastTransferStrategy()
+    manager = WeightSyncManager([trainer], client, strategy, config())
+    initialize: Any = manager.initialize
+    if by_info:  # the plan's: engines are not asked before they make their receivers
+        initialize = lambda: run(client.initialize_weight_sync(strategy, run(strategy.create_init_info())))  # noqa: E731
+    with pytest.raises(WeightSyncError, match="actor-1 has 2 workers, and an actor under the documents' names has one"):
+        initialize()
+    assert "create_receiver" not in actor.log
+    actor.size = 1
+    manager.initialize()
+    manager.sync_weights()
+    assert bytes_of(actor.model) == bytes_of(trainer.model)
+    run(trainer.close())

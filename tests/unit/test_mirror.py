@@ -22,7 +22,6 @@ ELSEWHERE = {
     # Names of the documents: tested by the documents' own code.
     "adapters/gathered": "unit/adapters/test_trl.py",
     "adapters/verl_flush": "unit/adapters/test_verl.py",
-    "adapters/compat/dataflow": "documents/test_document_3.py",
     "adapters/compat/weight_manager": "documents/test_document_3.py",
     # What a pool knows of one: tested by what the pool says.
     "control/admission": "unit/control/test_pool.py",

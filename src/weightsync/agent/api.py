@@ -326,7 +326,7 @@ class TransferAgent:
         kept = self._deltas.kept()
         return json_of(
             {
-                "modes": list(MODES),
+                "modes": [mode for mode in MODES if mode != "delta" or self._deltas.can_be_made],
                 "transports": list(Transport),
                 "host_nonce": self._nonce,
                 "delta_ready": bool(kept),

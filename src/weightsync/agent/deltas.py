@@ -86,6 +86,11 @@ class Deltas:
         """Whether the next version can have a delta."""
         return self._codec == "ready"
 
+    @property
+    def can_be_made(self) -> bool:
+        """Whether any version can have a delta: there is room for one, and as far as is known a codec."""
+        return self._budget_bytes != 0 and self._codec != "missing"
+
     def want(self) -> None:
         """Some receiver could take one: they are made for a while, as soon as the codec is there."""
         self._num_wanted = _WANTED_FOR

@@ -276,17 +276,27 @@ class WeightSyncController:
             model.wait(lambda model: model.state.syncing is None and not model.held_up, timeout_s, given_up)
 
     def sync_weight_to_rollout_service(
-        self, model_tag: str, *, timeout_s: float = 600.0, given_up: threading.Event | None = None
+        self,
+        model_tag: str,
+        *,
+        timeout_s: float = 600.0,
+        given_up: threading.Event | None = None,
+        of: Version | None = None,
     ) -> bool:
         """Sees to it that rollout serves the newest trained version; whether it does when this returns. It starts a
         sync, or waits for the one that a timer starts; where an older one or a validation runs, the sync comes after
-        it, also if nobody waits any more. `given_up` ends the wait early, see `look_again`.
+        it, also if nobody waits any more. `given_up` ends the wait early, see `look_again`; `of`, where given, is what
+        it waits for, or a newer one of its run, instead of the newest.
         """
         check_wait_s("timeout_s", timeout_s, may_be_0=True)
         model = self._model(model_tag)
         model.sync_now()
-        model.wait(lambda model: model.up_to_date or not model.under_way, timeout_s, given_up)
-        return model.up_to_date
+
+        def served(model: ModelControl) -> bool:
+            return model.up_to_date if of is None else model.serves(of.run_id, of.number)
+
+        model.wait(lambda model: served(model) or not model.under_way, timeout_s, given_up)
+        return served(model)
 
     def ended_by(self, model_tag: str, report: Callable[[], None], *, timeout_s: float) -> None:
         """Calls `report`, which ends the sync that is under way, and waits until the model's state shows that."""

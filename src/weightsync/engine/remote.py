@@ -22,14 +22,16 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
+from weightsync.handles.by_url import engine_at, read_engine_url
 from weightsync.handles.fanout import EngineFanout, own_words
-from weightsync.handles.http import HttpEngine
+from weightsync.handles.sglang import SGLangEngine
 from weightsync.load.base import WeightLoader
 from weightsync.load.whole import check_closed, check_complete, check_open, check_verified, whole_tensor
 from weightsync.net.routes import address_towards
 from weightsync.observe import LONG_RUN_BYTES, Recorder
 from weightsync.transfer.base import WeightTransferStrategy
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
+from weightsync.transfer.sglang import SGLangTransferStrategy
 from weightsync.types import (
     AnyUpdateRequest,
     Deadline,
@@ -63,15 +65,17 @@ class RemoteWeightLoader(WeightLoader):
     An answer that never came leaves the other engine unknown: `healthy` is then False until a later commit.
 
     Args:
-        engine: its URL, of an `EngineServer`; or a handle, which stays the caller's.
-        token, verify: for a URL, see `HttpEngine`.
-        strategy: how bytes move: one that sends. Else a gloo broadcast from this machine's address that a URL's host
-            sees; on loopback for a handle.
+        engine: its URL, of an `EngineServer`, a vLLM or an SGLang, see `handles.by_url`; or a handle, which stays the
+            caller's.
+        token, verify: for a URL, see `engine_at`.
+        strategy: how bytes move: one that sends. Else a gloo broadcast (SGLang's own form of it for an SGLang) from
+            this machine's address that a URL's host sees; on loopback for a handle.
         timeout_s: for a whole bracket; the other engine then ends it by itself.
         chunk_bytes: updates travel together up to so many bytes; a larger one alone.
 
     Raises:
-        ConfigError: the URL is none, or the strategy lends memory instead of sending it.
+        ConfigError: the URL is none, or of no engine that can be pushed to; or the strategy lends memory instead of
+            sending it.
         EngineUnreachableError: nobody answers there.
     """
 
@@ -89,16 +93,15 @@ class RemoteWeightLoader(WeightLoader):
         if chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes is at least 1, not {chunk_bytes}")
         self._chunk_bytes = chunk_bytes
-        if strategy is None:
-            urls = [engine] if isinstance(engine, str) else []
-            address = address_towards(urls, instead="give strategy=BroadcastTransferStrategy(master_addr=...)")
-            strategy = BroadcastTransferStrategy(master_addr=address or "127.0.0.1", transfer_timeout_s=timeout_s)
-        if (sharer := strategy.create_sharer()) is not None:
+        if strategy is not None and (sharer := strategy.create_sharer()) is not None:
             sharer.close()
             raise ConfigError(f"strategy {strategy.name} lends memory to engines beside it: use one that sends")
-        self._strategy = strategy
-        self._own = HttpEngine(engine, token=token, verify=verify) if isinstance(engine, str) else None
-        self._engine: EngineHandle = self._own or engine  # type: ignore[assignment]
+        self._is_own = isinstance(engine, str)
+        self._engine: EngineHandle = (
+            engine_at(engine, token=token, verify=verify, timeout_s=min(_LOOK_S, timeout_s))
+            if isinstance(engine, str)
+            else engine
+        )
         self._recorder = Recorder(self._engine.engine_id, max_bytes=LONG_RUN_BYTES)
         self._group: TransferGroup | None = None
         self._model_id: str | None = None
@@ -110,10 +113,17 @@ class RemoteWeightLoader(WeightLoader):
         self._seen_s = -math.inf
         self._unsure = False  # whether a commit was not answered, and none has been since
         try:
+            self._strategy = strategy or self._chosen(engine)
             self._look()
         except BaseException:
             self.close()
             raise
+
+    def _chosen(self, engine: str | EngineHandle) -> WeightTransferStrategy:
+        kind = SGLangTransferStrategy if isinstance(self._engine, SGLangEngine) else BroadcastTransferStrategy
+        urls = [read_engine_url(engine).url] if isinstance(engine, str) else []
+        address = address_towards(urls, instead=f"give strategy={kind.__name__}(master_addr=...)")
+        return kind(master_addr=address or "127.0.0.1", transfer_timeout_s=self._timeout_s)
 
     @property
     def healthy(self) -> bool:
@@ -250,8 +260,8 @@ class RemoteWeightLoader(WeightLoader):
     def close(self) -> None:
         """Leaves the transfer group, and ends the connections where they are its own. Idempotent."""
         self.leave()
-        if self._own is not None:
-            self._own.close()
+        if self._is_own:
+            self._engine.close()  # type: ignore[attr-defined]  # those of URLs have it
 
     def _look(self) -> EngineReply:
         """What the other engine is now."""

@@ -70,3 +70,20 @@ def test_a_version_is_served_though_no_delta_of_it_can_be_made(error: Exception)
     finally:
         prover.close()
         buffer.close()
+
+
+@pytest.mark.parametrize(("budget", "codec", "expected"), [(None, True, True), (0, True, False), (9, False, False)])
+def test_an_agent_says_whether_it_can_make_any(
+    budget: int | None, codec: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: "delta" was a mode of every agent."""
+
+    def warm_up() -> None:
+        if not codec:
+            raise ImportError("no numba here")
+
+    monkeypatch.setattr("weightsync.codec.delta.warm_up", warm_up)
+    deltas = Deltas(lambda: "http://x", budget_bytes=budget, full_sync_interval=0, evicted=lambda segment: None)
+    assert deltas.can_be_made == (budget != 0), "as far as is known"
+    deltas.load_codec()
+    assert deltas.can_be_made == expected

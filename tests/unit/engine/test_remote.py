@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,10 @@ import torch
 from torch import nn
 
 from tests.standins.faults import FaultyLoader
+from tests.standins.sglang_server import SGLangServer
+from tests.standins.sglang_workers import SGLangWorkers
+from tests.unit.handles.sglang_kit import NAMES, SHAPE, write_checkpoint
+from tests.unit.handles.vllm_kit import VllmStandIn
 from tests.unit.host.fakes import Bench, begin, chunk, model
 from tests.unit.host.fakes import manifest as bench_manifest
 from tests.unit.host.fakes import weights as bench_weights
@@ -31,6 +37,8 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
+from weightsync.handles.two_kinds import VllmServerEngine
+from weightsync.handles.vllm_messages import VllmState
 from weightsync.load import remote as old_place
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.testing.contracts import bytes_of as content
@@ -381,6 +389,46 @@ def test_a_bracket_that_nobody_ends_is_ended_there(remote: Remote) -> None:
         threading.Event().wait(0.05)
     remote.sync(3)
     assert remote.serves(3)
+
+
+# --- an engine of another kind ---
+
+
+@pytest.mark.parametrize("kind", ["sglang+", ""])
+def test_a_server_of_another_kind_is_loaded_by_its_own_routes(kind: str, tmp_path: Path) -> None:
+    """An SGLang, whether its URL says so or it has to be asked. Seen red: `sglang+http` was no URL, and a plain one was
+    taken for an engine server's."""
+    new = {name: torch.full(SHAPE, float(i), dtype=torch.bfloat16) for i, name in enumerate(NAMES)}
+    manifest = manifest_of(new, 1)
+    with contextlib.ExitStack() as opened:
+        workers = opened.enter_context(contextlib.closing(SGLangWorkers()))
+        server = SGLangServer(write_checkpoint(tmp_path, 0), workers=workers, token=TOKEN)
+        opened.callback(server.close)
+        url = server.start()
+        with pytest.raises(ConfigError, match="is sglang, and its URL says vllm"):
+            RemoteWeightLoader(f"vllm+{url}", token=TOKEN)
+        client = RemoteWeightLoader(f"{kind}{url}", token=TOKEN, timeout_s=LONG_S)
+        opened.callback(client.close)
+        client.begin(manifest)
+        assert server.paused is not None, "it loads in place"
+        load(client, new)
+        client.verify()
+        client.commit(manifest.version)
+        assert client.healthy
+        assert client.lost() is None
+        assert {name: each.tobytes() for name, each in server.weights.items()} == {
+            name: content(tensor) for name, tensor in new.items()
+        }
+        assert (server.weight_version, server.paused) == (str(manifest.version), None)
+
+
+@pytest.mark.parametrize("kind", ["vllm+", ""])
+def test_a_vllm_has_the_handle_that_a_push_gives_it(kind: str, tmp_path: Path) -> None:
+    """Seen red as above."""
+    server = VllmStandIn(write_checkpoint(tmp_path, 0), state=VllmState())
+    with contextlib.closing(server), contextlib.closing(RemoteWeightLoader(f"{kind}{server.start()}")) as client:
+        assert isinstance(client._engine, VllmServerEngine)
+        assert client._strategy.name == "broadcast"
 
 
 # --- who may, and what is believed ---

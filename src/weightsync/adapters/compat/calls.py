@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
@@ -17,6 +17,8 @@ from weightsync.errors import DeadlineExceededError
 from weightsync.types.deadline import in_seconds
 
 _T = TypeVar("_T")
+_MARGIN_S = 10.0
+_END: Any = object()
 
 
 def done(awaited: Awaitable[_T]) -> _T:
@@ -25,12 +27,32 @@ def done(awaited: Awaitable[_T]) -> _T:
     async def whole() -> _T:
         return await awaited
 
+    return _off_the_loop(asyncio.run, whole())
+
+
+def each_of(source: AsyncIterator[_T]) -> Iterator[_T]:
+    """What an async generator of a document's yields, one at a time, in code that is not one."""
+
+    async def following() -> Any:
+        return await anext(source, _END)
+
+    loop = asyncio.new_event_loop()
+    try:
+        while (one := _off_the_loop(loop.run_until_complete, following())) is not _END:
+            yield one
+    finally:
+        _off_the_loop(loop.run_until_complete, loop.shutdown_asyncgens())
+        loop.close()
+
+
+def _off_the_loop(run: Callable[[Coroutine[Any, Any, _T]], _T], step: Coroutine[Any, Any, _T]) -> _T:
+    """In this thread, or in one beside it where an event loop runs in this one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(whole())
+        return run(step)
     with ThreadPoolExecutor(1) as beside:
-        return beside.submit(asyncio.run, whole()).result()
+        return beside.submit(run, step).result()
 
 
 def result_of(found: Any) -> Any:
@@ -70,3 +92,8 @@ def answer_of(actor: Any, method: str, *args: Any, timeout_s: float, **named: An
 def config_of(cfg: Any) -> WeightSyncConfig:
     """A document's `cfg` as ours; the defaults where it has none, or the plan's `...`."""
     return WeightSyncConfig.load({} if cfg in (None, ...) else cfg)
+
+
+def patience_s(config: WeightSyncConfig) -> float:
+    """How long an actor's whole call may take: it may join and transfer, and has a margin to say itself what failed."""
+    return config.transfer.join_timeout_s + config.transfer.transfer_timeout_s + _MARGIN_S

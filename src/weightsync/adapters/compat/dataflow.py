@@ -51,23 +51,29 @@ class RaaSPool:
         self, model_id: str, version: int, sender_endpoint: str, *, timeout_s: float = 600.0
     ) -> dict[str, TransferStatus]:
         """Has every rollout service pull, pause, load and resume, all at once; returns when those that take part serve
-        the version.
+        the version, or a newer one of its run.
 
         Args:
             model_id, version, sender_endpoint: what, and URL of the agent that has it, which is asked for its run.
             timeout_s: how long to wait; it goes on.
 
         Returns:
-            By instance, whether it takes part and serves that version.
+            By instance, whether it takes part and serves that version, or a newer one of its run; what becomes of one
+            that the trainer publishes meanwhile does not count.
+
+        Raises:
+            NotPublishedError: the agent has nothing yet.
         """
         deadline = Deadline(timeout_s)
+        run_id = self._controller.method.run_of(model_id, sender_endpoint)
+        asked = None if run_id is None else Version(run_id=run_id, number=version)
         self._controller.train_worker_notify_weight_update(
-            "trainer", model_id, version=version, sender_endpoint=sender_endpoint, timeout_s=timeout_s
+            "trainer", model_id, run_id, version, sender_endpoint=sender_endpoint, timeout_s=timeout_s
         )
-        served = self._controller.sync_weight_to_rollout_service(model_id, timeout_s=deadline.remaining_s)
+        served = self._controller.sync_weight_to_rollout_service(model_id, timeout_s=deadline.remaining_s, of=asked)
         return {
             each.instance_id: TransferStatus.SUCCESS
-            if served and each.state in _TAKES_PART and model_id in each.models
+            if each.state in _TAKES_PART and model_id in each.models and (served or _has(each.models[model_id], asked))
             else TransferStatus.FAILURE
             for each in self._controller.status().instances
         }
@@ -96,6 +102,12 @@ class RaaSPool:
     def _wake(self) -> None:
         for each in tuple(self._waiting):
             each.set()
+
+
+def _has(said: str | None, asked: Version | None) -> bool:
+    """Whether an instance has said that it serves this version, or a newer one of its run."""
+    run_id, _, number = (said or "").rpartition("/")
+    return asked is not None and run_id == asked.run_id and int(number) >= asked.number
 
 
 class AstraFlowService(Closing):

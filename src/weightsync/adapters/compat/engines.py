@@ -1,4 +1,4 @@
-"""The inference side as the documents have it: loaders, the client of the engines, and the call graph's manager.
+"""The inference side as the documents have it: loaders, and the client of the engines.
 
 A document's actor has one call for weights, `update_named_weights(request_dict)` (or `handle_weight_update`,
 `update_weights`). `ActorEngine` takes every step of a push through it.
@@ -10,17 +10,17 @@ import asyncio
 import functools
 import inspect
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from weightsync.adapters.compat.calls import answer_of, done, in_thread, result_of
+from weightsync.adapters.compat.calls import answer_of, in_thread, patience_s, result_of
 from weightsync.adapters.compat.receiver import Joining, WeightTransferReceiver
 from weightsync.adapters.compat.sender import TransferRequest
 from weightsync.adapters.compat.strategy import WeightTransferStrategy
+from weightsync.config import WeightSyncConfig
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.remote import RemoteWeightLoader as _RemoteLoader
 from weightsync.engine.worker import EngineWorker
@@ -49,7 +49,6 @@ from weightsync.types import (
 from weightsync.types.engine import REQUEST_TYPES
 
 _OPS = {kind: op for op, kind in REQUEST_TYPES.items()}
-_STEP_S = 300.0
 _CALLS = ("update_named_weights", "handle_weight_update", "update_weights")
 _NO_ANSWER = "its handler answers nothing: return what receive_and_load_weights returns, and the proof is seen"
 
@@ -107,7 +106,7 @@ class WeightLoader:
         self._receiver = receiver or self._receiver
         if self._receiver is None:
             raise StateError("no receiver has come here: receiver.receive_and_load_weights(request, loader)")
-        return serving.call(_OPS[type(request)], request, timeout_s=_STEP_S)
+        return serving.call(_OPS[type(request)], request, timeout_s=self._receiver.timeout_s)
 
     def _strategy(self, name: str) -> Joining:
         assert self._receiver is not None
@@ -129,21 +128,38 @@ class WeightLoader:
 
 
 class VLLMWeightLoader(WeightLoader):
-    """Of one vLLM worker's model. A prefix cache of the old weights is the caller's to drop, behind each sync.
+    """Of one vLLM worker's model. What vLLM has cached of the old weights is dropped at each commit, where it is known
+    how; else it is the caller's to drop, behind each sync. Nothing here pauses vLLM itself: see `serving`.
 
     Args:
         engine: that has the worker, as `engine.worker`: vLLM's own; or an object with a `model`.
+        drop_cache: drops the prefix cache, e.g. `llm.reset_prefix_cache`; the engine's own where it has one. No
+            coroutine: it is called in a thread beside the event loop.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, drop_cache: Callable[[], Any] | None = None) -> None:
+        own = getattr(engine, "reset_prefix_cache", None)
         self.engine = engine
+        self._drop_cache = drop_cache or (None if inspect.iscoroutinefunction(own) else own)
 
     def ours(self) -> base.WeightLoader:
         worker, model = getattr(self.engine, "worker", self.engine), _model_of(self.engine)
         if not callable(getattr(model, "load_weights", None)):
             raise UnsupportedError(f"{type(model).__name__} has no load_weights", state_left="nothing was changed")
         model_config, vllm_config = (getattr(worker, name, None) for name in ("model_config", "vllm_config"))
-        return _VLLMLoader(model, model_config=model_config, vllm_config=vllm_config)
+        ours = _VllmDropping(model, model_config=model_config, vllm_config=vllm_config)
+        ours.drop_cache = self._drop_cache
+        return ours
+
+
+class _VllmDropping(_VLLMLoader):
+    drop_cache: Callable[[], Any] | None = None
+
+    def commit(self, version: Version) -> None:
+        if self.drop_cache is not None and self.drop_cache() is False:  # before: nothing is generated until the end
+            why = "vLLM did not drop its prefix cache: requests run beside serving.generation()"
+            raise StateError(why, state_left="nothing was changed")
+        super().commit(version)
 
 
 class SGLangWeightLoader(WeightLoader):
@@ -165,22 +181,32 @@ class RemoteWeightLoader(WeightLoader):
     """Of an engine elsewhere, over HTTP.
 
     Args:
-        engine: its URL, or a handle.
+        engine: its URL (vllm+http://, sglang+http://, ..., see `handles.by_url`), or a handle.
+        token, verify, timeout_s: see `engine.remote.RemoteWeightLoader`.
     """
 
-    def __init__(self, engine: str | EngineHandle, *, token: str | None = None) -> None:
-        self.engine, self._token = engine, token
+    def __init__(
+        self,
+        engine: str | EngineHandle,
+        *,
+        token: str | None = None,
+        verify: bool | str = True,
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.engine = engine
+        self._options: dict[str, Any] = {"token": token, "verify": verify, "timeout_s": timeout_s}
 
     def ours(self) -> base.WeightLoader:
-        return _RemoteLoader(self.engine, token=self._token)
+        return _RemoteLoader(self.engine, **self._options)
 
 
 class ActorEngine:
     """An `EngineHandle` of a document's actor: a Ray actor's handle, or an object here, whose coroutines then run in an
-    event loop of each call. It has one worker.
+    event loop of each call. It has one worker: a receiver is of one.
 
     Args:
-        actor: with one of `update_named_weights`, `handle_weight_update` and `update_weights`.
+        actor: with one of `update_named_weights`, `handle_weight_update` and `update_weights`. Where it has a method
+            `world_size`, that says how many workers it has.
         engine_id: a name for messages.
 
     Raises:
@@ -199,13 +225,11 @@ class ActorEngine:
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         """See `EngineHandle`. What the actor's own code raises is an EngineError with its words."""
         if op is EngineOp.DESCRIBE and self._group is None:
+            self._check_workers(timeout_s)
             return self._assumed(op, request)  # it has no receiver yet that could parse a request
         body = msgspec.to_builtins(request)
         said = body["update"] if op is EngineOp.UPDATE_WEIGHTS else {"op": op.value, **body}
-        try:
-            answer = answer_of(self._actor, self._name, said, timeout_s=timeout_s)
-        except BaseException as error:
-            raise as_weightsync_error(error, EngineError, f"its {self._name} failed", peer=self.engine_id) from error
+        answer = self._answer(self._name, said, timeout_s=timeout_s)
         if op is EngineOp.INIT:
             self._group, self._version = request.info.group_name, None  # type: ignore[union-attr]
         if answer is not None:
@@ -213,11 +237,33 @@ class ActorEngine:
         return self._assumed(op, request)
 
     def initialize(self, strategy: Any, cfg: Any, info: WeightSyncInitInfo, rank_offset: int) -> None:
-        """The document's `initialize_weight_sync`, with the arguments that this actor's has."""
+        """The document's `initialize_weight_sync`, with the arguments that this actor's has.
+
+        Raises:
+            UnsupportedError: it has several workers.
+        """
+        timeout_s = patience_s(strategy.config(cfg))
+        self._check_workers(timeout_s)
         given = {"strategy": strategy, "cfg": cfg, "sync_info": info, "rank_offset": rank_offset}
         takes = _arguments(self._actor, "initialize_weight_sync")
         named = {name: value for name, value in given.items() if takes is None or name in takes}
-        answer_of(self._actor, "initialize_weight_sync", **named, timeout_s=_STEP_S)
+        answer_of(self._actor, "initialize_weight_sync", **named, timeout_s=timeout_s)
+
+    def _check_workers(self, timeout_s: float) -> None:
+        if not callable(getattr(self._actor, "world_size", None)):
+            return
+        if (size := self._answer("world_size", timeout_s=timeout_s)) != 1:
+            raise UnsupportedError(
+                f"{self.engine_id} has {size} workers, and an actor under the documents' names has one: name the "
+                "engine by a URL (vllm+http://HOST:PORT), or give a handle of ours, which reaches all of them",
+                state_left="nothing was changed",
+            )
+
+    def _answer(self, method: str, *args: Any, timeout_s: float) -> Any:
+        try:
+            return answer_of(self._actor, method, *args, timeout_s=timeout_s)
+        except BaseException as error:
+            raise as_weightsync_error(error, EngineError, f"its {method} failed", peer=self.engine_id) from error
 
     def _assumed(self, op: EngineOp, request: Any) -> EngineReply:
         """What can be said of an actor that raised nothing and answered nothing."""
@@ -262,6 +308,8 @@ class InferenceEngineClient(EngineFanout):
         engines: in the order of their ranks: handles of ours, URLs, `InferenceEngine`s, Ray's actor handles.
     """
 
+    _step_s = WeightSyncConfig().transfer.transfer_timeout_s
+
     def __init__(self, engines: Sequence[Any], *, token: str | None = None) -> None:
         handles = [_handle(engine, index, token) for index, engine in enumerate(engines)]
         super().__init__(handles)
@@ -276,7 +324,8 @@ class InferenceEngineClient(EngineFanout):
         self, strategy: WeightTransferStrategy, sync_info: WeightSyncInitInfo, cfg: Any = None
     ) -> None:
         """Has every actor make its receiver, with the rank that follows from the sizes before it. Engines of ours
-        need not be told: they learn all of it from the sender."""
+        need not be told: they learn all of it from the sender. From here on a chunk has the config's deadline."""
+        self._step_s = strategy.config(cfg).transfer.transfer_timeout_s
         rank = 1
         for engine in self._engines.values():
             if isinstance(engine, ActorEngine):
@@ -288,9 +337,9 @@ class InferenceEngineClient(EngineFanout):
 
     async def update_named_weights(self, request: AnyUpdateRequest) -> Mapping[str, EngineReply]:
         """Announces one chunk to every engine; done when their loaders have let go of it."""
-        return await asyncio.wrap_future(super().update_weights(request, timeout_s=_STEP_S))
+        return await asyncio.wrap_future(super().update_weights(request, timeout_s=self._step_s))
 
-    def update_weights(self, request: Any = None, *, timeout_s: float = _STEP_S, **legacy: Any) -> Any:
+    def update_weights(self, request: Any = None, *, timeout_s: float | None = None, **legacy: Any) -> Any:
         """A sender's announcement of a chunk, as ours; or all that a sender was given (`get_request()`, or its fields),
         to be awaited: it is moved then.
 
@@ -303,55 +352,7 @@ class InferenceEngineClient(EngineFanout):
             if "sender" not in legacy:
                 raise ConfigError("update_weights takes what a sender's get_request() gave: names alone move nothing")
             return legacy["sender"].send_pending(self)
-        return super().update_weights(request, timeout_s=timeout_s)
-
-
-class WeightSyncManager:
-    """The call graph's controller: `initialize()` once, `sync_weights()` after a training step.
-
-    Args:
-        trainers: the training actors, of every rank, with `initialize_weight_sync(strategy, cfg, inference_client)` and
-            `sync_weights()`: objects here, or Ray's actor handles.
-    """
-
-    def __init__(
-        self,
-        trainers: Sequence[Any],
-        inference_client: InferenceEngineClient,
-        strategy: WeightTransferStrategy,
-        cfg: Any = None,
-    ) -> None:
-        self._trainers, self._client, self._strategy, self._cfg = list(trainers), inference_client, strategy, cfg
-
-    def initialize(self) -> None:
-        """Has both sides make their ends."""
-        self._initialize_inference_receivers(self._initialize_training_senders())
-
-    def sync_weights(self) -> Any:
-        """Pushes; returns when every engine serves the weights. The first rank's answer.
-
-        Raises:
-            DeadlineExceededError: an actor did not answer in time.
-            WeightSyncError: as the trainers raise it.
-        """
-        return self._trigger_training_sync()
-
-    def _initialize_training_senders(self) -> WeightSyncInitInfo:
-        return self._all("initialize_weight_sync", self._strategy, self._cfg, self._client)  # type: ignore[no-any-return]
-
-    def _initialize_inference_receivers(self, sync_info: WeightSyncInitInfo) -> None:
-        done(self._client.initialize_weight_sync(self._strategy, sync_info, self._cfg))
-
-    def _trigger_training_sync(self) -> Any:
-        return self._all("sync_weights")
-
-    def _all(self, method: str, *args: Any) -> Any:
-        async def asked() -> list[Any]:
-            calls = [functools.partial(answer_of, each, method, *args, timeout_s=_STEP_S) for each in self._trainers]
-            with ThreadPoolExecutor(len(calls)) as pool:  # a thread each: ranks wait for each other in collectives
-                return await asyncio.gather(*(in_thread(call, pool) for call in calls))
-
-        return done(asked())[0]
+        return super().update_weights(request, timeout_s=self._step_s if timeout_s is None else timeout_s)
 
 
 class _Theirs(base.WeightLoader):

@@ -3,8 +3,8 @@
     raw (ours by `training_backend`, or a subclass's own) -> grouped by module -> batched by bytes -> Chunks
 
 The documents write one hook in several ways, and all of them work: `_extract_raw_weights` takes `(model)` or
-`(model, generator_dtype)`, is a coroutine or not, and gives chunks or a dict; `_group_by_module` is a switch that can
-be called. What is not overridden is done by our extractors.
+`(model, generator_dtype)`, is a coroutine, an async generator or neither, and gives chunks or a dict;
+`_group_by_module` is a switch that can be called. What is not overridden is done by our extractors.
 """
 
 from __future__ import annotations
@@ -12,15 +12,25 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from weightsync import types
 from weightsync._config_foreign import BYTES_A_GB
-from weightsync.adapters.compat.calls import config_of, result_of
+from weightsync.adapters.compat.calls import config_of, each_of, in_thread, result_of
 from weightsync.config import select_grouping
 from weightsync.errors import ConfigError, ExtractError, InvalidRequestError
 from weightsync.extract import base
@@ -30,6 +40,8 @@ from weightsync.plan.buckets import split_by_bytes
 from weightsync.tensors import torch_dtype
 from weightsync.types import TensorSpec, TensorTable, dtype_name, target_dtype
 from weightsync.types.table import SpecTable
+
+AnyChunks: TypeAlias = Iterable[types.WeightChunk] | AsyncIterable[types.WeightChunk] | Awaitable[Any]
 
 
 class WeightChunk(types.WeightChunk):
@@ -192,7 +204,8 @@ class WeightExtractor:
     # What callers use.
 
     def extract_weights(self, model: Any = None, generator_dtype: torch.dtype | str | None = None) -> Chunks:
-        """The chunks, grouped and batched. Nothing is gathered before the first is asked for.
+        """The chunks, grouped and batched. Nothing is gathered before the first is asked for. A subclass's own may be a
+        generator, async or not, or a coroutine that gives one: that is read to its end before a byte moves.
 
         Args:
             model: the constructor's where not given.
@@ -218,7 +231,7 @@ class WeightExtractor:
 
     def _extract_raw_weights(self, model: Any, generator_dtype: torch.dtype | None = None) -> Any:
         """One chunk a parameter (a module, where grouped), as our extractor hands them out. A subclass gives chunks,
-        or whole tensors by name; it need not take the dtype, and may be a coroutine."""
+        or whole tensors by name; it need not take the dtype, and may be a coroutine or an async generator."""
         return self._ours(model).extract_weights(None if generator_dtype is None else dtype_name(generator_dtype))
 
     def _group_by_module_impl(self, chunks: Iterable[types.WeightChunk]) -> Iterator[types.WeightChunk]:
@@ -288,7 +301,9 @@ class WeightExtractor:
         hook: Callable[..., Any] = self._extract_raw_weights
         takes_dtype = len(inspect.signature(hook).parameters) > 1
         found = result_of(hook(model, None if dtype is None else torch_dtype(dtype)) if takes_dtype else hook(model))
-        if isinstance(found, Mapping):
+        if isinstance(found, AsyncIterator):
+            found = each_of(found)
+        elif isinstance(found, Mapping):
             found = (WeightChunk(names=[name], tensors=[tensor]) for name, tensor in found.items())
         return iter(found) if takes_dtype or dtype is None else (_converted(chunk, dtype) for chunk in found)
 
@@ -360,10 +375,16 @@ class HandedList(WeightExtractor):
         return tuple(PlannedChunk(module_name=one.module_name, specs=SpecTable(_specs(one))) for one in self._chunks)
 
 
-def as_chunks(chunks: Iterable[types.WeightChunk]) -> Chunks:
-    """What a sender is given as what a push takes. An iterator of somebody else's is read to its end first, since names
-    and sizes are told before the first byte: it holds the model then."""
-    return chunks if isinstance(chunks, Chunks) else Chunks(HandedList(chunks), None, None)
+async def as_chunks(chunks: AnyChunks) -> Chunks:
+    """What a sender is given as what a push takes. Of somebody else's, an iterator, an async one, or a coroutine that
+    gives one, is read to its end first, since names and sizes are told before the first byte: it holds the model then.
+    """
+    found: Any = await chunks if isinstance(chunks, Awaitable) and not isinstance(chunks, Chunks) else chunks
+    if isinstance(found, Chunks):
+        return found
+    if isinstance(found, AsyncIterable):
+        found = [chunk async for chunk in found]
+    return await in_thread(lambda: Chunks(HandedList(found), None, None))
 
 
 def _specs(chunk: types.WeightChunk) -> Iterator[TensorSpec]:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from weightsync.adapters.compat.calls import in_thread
+from weightsync.adapters.compat.calls import config_of, in_thread
 from weightsync.adapters.compat.groups import ProcessGroup, init_custom_process_group
-from weightsync.config import WeightSyncConfig
 from weightsync.errors import InvalidRequestError, StateError
 from weightsync.transfer import base
 from weightsync.transfer.broadcast import BroadcastTransferReceiver as _BroadcastReceiver
@@ -37,6 +36,10 @@ class WeightTransferReceiver:
         process_group: joined by hand.
         info: of the sender; it joins by that when the sender does.
         rank_offset: its rank there.
+        cfg: its deadlines.
+
+    Attributes:
+        timeout_s: how long a step, or one chunk, may take.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class WeightTransferReceiver:
         *,
         info: WeightSyncInitInfo | None = None,
         rank_offset: int | None = None,
+        cfg: Any = None,
     ) -> None:
+        self.timeout_s = config_of(cfg).transfer.transfer_timeout_s
         self._info, self._rank = info, rank_offset
         self._ours: base.WeightTransferReceiver | None = None
         self._joined: str | None = None
@@ -103,7 +108,7 @@ class WeightTransferReceiver:
         Raises:
             StateError: it has joined nothing, and has no `sync_info`.
         """
-        deadline = Deadline(WeightSyncConfig().transfer.transfer_timeout_s)
+        deadline = Deadline(self.timeout_s)
         ours = await in_thread(self._receiving)
         updates = await in_thread(lambda: ours.receive_weights(request, deadline=deadline))
         try:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 import msgspec
 
 from weightsync.adapters.compat.calls import config_of, in_thread
-from weightsync.adapters.compat.extractors import Chunks, Handed, as_chunks
+from weightsync.adapters.compat.extractors import AnyChunks, Chunks, Handed, as_chunks
 from weightsync.adapters.compat.groups import ProcessGroup
 from weightsync.errors import StateError
 from weightsync.observe import Recorder
@@ -90,12 +90,13 @@ class WeightTransferSender:
         await in_thread(push.initialize)
 
     async def send_chunks(
-        self, chunks: Iterable[WeightChunk], inference_client: InferenceEngineClient | None = None
+        self, chunks: AnyChunks, inference_client: InferenceEngineClient | None = None
     ) -> SyncReport | None:
         """Brings every engine to these weights: announced, moved, proved, committed. Every training rank.
 
         Args:
-            chunks: of `extract_weights`; another iterator is read to its end first.
+            chunks: of `extract_weights`; another iterator, async or not, or a coroutine that gives one, is read to its
+                end first.
             inference_client: the engines. Without them (the plan's `send_chunks(chunks)`) nothing moves yet:
                 `client.update_weights(get_request())` does it.
 
@@ -105,13 +106,13 @@ class WeightTransferSender:
         Raises:
             WeightSyncError: as `PushSync.sync_weights`; engines serve their old version, or refuse to serve.
         """
-        self._pending = await in_thread(lambda: as_chunks(chunks))
+        self._pending = await as_chunks(chunks)
         if inference_client is None:
             return None
         return await self.send_pending(inference_client)
 
     async def send_weights(
-        self, weight_chunks: Iterable[WeightChunk], inference_client: InferenceEngineClient | None = None
+        self, weight_chunks: AnyChunks, inference_client: InferenceEngineClient | None = None
     ) -> SyncReport | None:
         """The call graph's name of `send_chunks`."""
         return await self.send_chunks(weight_chunks, inference_client)

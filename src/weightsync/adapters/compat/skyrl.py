@@ -1,7 +1,8 @@
 """The names of SkyRL's weight sync: interface design, migration plan and call graph, in one place to import from.
 
-Extractors are in `extractors`, strategies, senders, receivers and messages in files of those names; loaders, client and
-manager in `engines`. Where two documents spell a name differently, both are here; what is ours already is ours.
+Extractors are in `extractors`, strategies, senders, receivers, messages and the manager in files of those names;
+loaders and client in `engines`. Where two documents spell a name differently, both are here; what is ours already is
+ours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from weightsync.adapters.compat.engines import RemoteWeightLoader as RemoteWeigh
 from weightsync.adapters.compat.engines import SGLangWeightLoader as SGLangWeightLoader
 from weightsync.adapters.compat.engines import VLLMWeightLoader as VLLMWeightLoader
 from weightsync.adapters.compat.engines import WeightLoader as WeightLoader
-from weightsync.adapters.compat.engines import WeightSyncManager as WeightSyncManager
 from weightsync.adapters.compat.extractors import Chunks as Chunks
 from weightsync.adapters.compat.extractors import DeepSpeedWeightExtractor as DeepSpeedWeightExtractor
 from weightsync.adapters.compat.extractors import FSDPWeightExtractor as FSDPWeightExtractor
@@ -24,6 +24,7 @@ from weightsync.adapters.compat.extractors import WeightChunk as WeightChunk
 from weightsync.adapters.compat.extractors import WeightExtractor as WeightExtractor
 from weightsync.adapters.compat.groups import ProcessGroup as ProcessGroup
 from weightsync.adapters.compat.groups import init_custom_process_group as init_custom_process_group
+from weightsync.adapters.compat.manager import WeightSyncManager as WeightSyncManager
 from weightsync.adapters.compat.messages import BroadcastWeightUpdateRequest as BroadcastWeightUpdateRequest
 from weightsync.adapters.compat.messages import CudaIpcWeightUpdateRequest as CudaIpcWeightUpdateRequest
 from weightsync.adapters.compat.messages import EmptyWeightSyncInitInfo as EmptyWeightSyncInitInfo

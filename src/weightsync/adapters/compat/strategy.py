@@ -126,19 +126,19 @@ class WeightTransferStrategy:
         """Inference side. Returns at once: it joins when the sender does.
 
         Args:
-            cfg: of the receiver; left out in the plan's `create_receiver(sync_info, rank_offset)`.
+            cfg: of the receiver: its deadlines; left out in the plan's `create_receiver(sync_info, rank_offset)`.
             sync_info: of the training side.
             rank_offset: this engine's first rank in the group.
 
         Raises:
-            ConfigError: there is no `sync_info`, or it is another strategy's.
+            ConfigError: there is no `sync_info`, or it is another strategy's; or the config.
         """
         if isinstance(cfg, WeightSyncInitInfo):
             cfg, sync_info, rank_offset = None, cfg, rank_offset if sync_info is None else sync_info  # type: ignore[assignment]
         sync_info = self._named(sync_info)
         if not isinstance(sync_info, WeightSyncInitInfo) or sync_info.strategy != self.name:
             raise ConfigError(f"create_receiver needs the sync_info of strategy {self.name}, got {sync_info!r:.80}")
-        return WeightTransferReceiver(info=sync_info, rank_offset=rank_offset)
+        return WeightTransferReceiver(info=sync_info, rank_offset=rank_offset, cfg=self.config(cfg))
 
     def get_request_type(self) -> type[WeightUpdateRequest]:
         """Which header its sender announces chunks by."""
@@ -146,9 +146,13 @@ class WeightTransferStrategy:
 
     def ours(self, cfg: Any) -> base.WeightTransferStrategy:
         """Our strategy, with the config's settings."""
-        config = config_of(self._cfg if cfg in (None, ...) else cfg)
+        config = self.config(cfg)
         transfer = config.transfer.model_copy(update={"strategy": self.name})
         return strategy_for(config.model_copy(update={"transfer": transfer}))
+
+    def config(self, cfg: Any) -> WeightSyncConfig:
+        """The config that counts: a call's own, or this strategy's."""
+        return config_of(self._cfg if cfg in (None, ...) else cfg)
 
     def _named(self, info: WeightSyncInitInfo | None) -> WeightSyncInitInfo | None:
         """A document's empty info names no strategy: whoever is given it is meant."""

@@ -1,22 +1,26 @@
 """A document's loader that keeps the tensors it is given: they are its own, and the next version never shows early.
-The manager calls all of its trainers at once."""
+Deadlines are the config's."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from weightsync.adapters.compat.engines import InferenceEngineClient, WeightLoader, WeightSyncManager
-from weightsync.adapters.compat.strategy import BroadcastTransferStrategy
-from weightsync.errors import StateError
+from weightsync.adapters.compat.engines import InferenceEngineClient, VLLMWeightLoader, WeightLoader
+from weightsync.adapters.compat.extractors import WeightChunk
+from weightsync.adapters.compat.sender import CudaIpcTransferSender
+from weightsync.adapters.compat.strategy import CudaIpcTransferStrategy
+from weightsync.errors import StateError, SyncFailedError
+from weightsync.load import vllm
 from weightsync.testing.contracts import manifest_of
-from weightsync.types import Full, Version
+from weightsync.types import Deadline, DescribeRequest, Full, Version
 
 
 class Assigns(WeightLoader):
@@ -95,17 +99,106 @@ def test_a_loader_need_not_be_a_coroutine(kind: type[Assigns]) -> None:
     assert (loader.live, loader._loader.healthy) == (1, True)
 
 
-def manager_of(trainers: list[Any]) -> WeightSyncManager:
-    return WeightSyncManager(trainers, InferenceEngineClient([]), BroadcastTransferStrategy())
+class Recorded:
+    """In place of what is called: for how long it may take."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def call(self, op: Any, request: Any, *, timeout_s: float) -> None:
+        self.seconds.append(timeout_s)
+
+    def receive_weights(self, request: Any, *, deadline: Deadline) -> Iterator[Any]:
+        self.seconds.append(deadline.remaining_s)
+        return iter(())
+
+    def release(self, request: Any) -> None: ...
 
 
-def test_a_manager_has_a_thread_for_each_trainer() -> None:
-    """They meet in collectives. Seen red: beyond asyncio's threads, CPUs + 4, ranks were never called."""
-    num_trainers = 40
-    all_here = threading.Barrier(num_trainers, timeout=20)
+@pytest.mark.parametrize("of_call", [False, True])
+def test_a_step_and_a_chunk_have_the_configs_deadline(of_call: bool) -> None:
+    """Of the strategy's config, or of the one that `create_receiver` is given. Seen red: 300 s, whatever was said."""
+    short, long = ({"transfer": {"transfer_timeout_s": each, "join_timeout_s": 0.1}} for each in (0.2, 50.0))
+    strategy = CudaIpcTransferStrategy(long if of_call else short)
+    cfg, recorded, loader = short if of_call else None, Recorded(), Assigns()
+    loader.__dict__["serving"] = recorded
 
-    class Rank:
-        def sync_weights(self) -> int:
-            return all_here.wait()
+    class Silent:
+        """A Ray actor that makes its receiver and then answers nothing."""
 
-    assert manager_of([Rank() for _ in range(num_trainers)]).sync_weights() in range(num_trainers)
+        def __init__(self) -> None:
+            made: Future[None] = Future()
+            made.set_result(None)
+            self.initialize_weight_sync, self.update_named_weights = Method(made), Method(Future())
+
+    async def job() -> None:
+        info = await strategy.create_init_info()
+        receiver = await strategy.create_receiver(cfg, info, 1)
+        loader.step(DescribeRequest(), receiver)
+        receiver._ours = recorded  # type: ignore[assignment]
+        sender = CudaIpcTransferSender()
+        request = sender.create_request(WeightChunk(names=["a"], tensors=[torch.ones(1)]))
+        assert [pair async for pair in receiver.receive_weights(request)] == []
+        client = InferenceEngineClient([Silent()])
+        await client.initialize_weight_sync(strategy, info, cfg)
+        try:
+            await client.update_named_weights(request)
+        finally:
+            await sender.close()
+
+    with pytest.raises(SyncFailedError, match=r"no answer to update_named_weights within 0\.2 s"):
+        asyncio.run(job())
+    assert [seconds <= 0.2 for seconds in recorded.seconds] == [True, True]
+
+
+class Method:
+    """A method of a Ray actor's handle."""
+
+    def __init__(self, answer: Future[Any]) -> None:
+        self._answer = answer
+
+    def __call__(self) -> Any:
+        raise TypeError("Ray's are called by remote()")
+
+    def remote(self, *_: Any, **__: Any) -> Method:
+        return self
+
+    def future(self) -> Future[Any]:
+        return self._answer
+
+
+def test_what_vllm_has_cached_of_the_old_weights_is_dropped_at_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine has a call for it, or one is given; where it refuses, nothing is loaded. Seen red: nobody was
+    asked to."""
+    log: list[str] = []
+    monkeypatch.setattr(vllm.VLLMWeightLoader, "commit", lambda self, version: log.append("commit"))
+    version = Version(run_id="r", number=1)
+
+    class Loads(nn.Linear):
+        def load_weights(self, pairs: Any) -> None: ...
+
+    class Engine:
+        model = Loads(2, 2)
+
+        def __init__(self, answer: Any) -> None:
+            self.answer = answer
+
+        def reset_prefix_cache(self) -> Any:
+            log.append("drop")
+            return self.answer
+
+    class AsyncEngine(Engine):
+        async def reset_prefix_cache(self) -> Any: ...
+
+    for answer in (True, None):
+        VLLMWeightLoader(Engine(answer)).ours().commit(version)
+    VLLMWeightLoader(AsyncEngine(True), drop_cache=Engine(True).reset_prefix_cache).ours().commit(version)
+    assert log == ["drop", "commit"] * 3
+    log.clear()
+    VLLMWeightLoader(AsyncEngine(True)).ours().commit(version)
+    VLLMWeightLoader(SimpleNamespace(model=Engine.model)).ours().commit(version)
+    assert log == ["commit"] * 2
+    log.clear()
+    with pytest.raises(StateError, match="did not drop its prefix cache"):
+        VLLMWeightLoader(Engine(False)).ours().commit(version)
+    assert log == ["drop"]
