@@ -84,8 +84,8 @@ def sources_digest(module: str) -> str:
             continue
         sources[name] = getattr(spec.loader, "get_source", lambda _: None)(name) or ""
         waiting += _TAKES_FROM.findall(sources[name])
-    said = "".join(f"{name}\n{source}\n" for name, source in sorted(sources.items()))
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    text = "".join(f"{name}\n{source}\n" for name, source in sorted(sources.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def inlined(function: Function) -> Function:

@@ -335,11 +335,11 @@ class SyncFailedError(WeightSyncError):
     def _in_words(self, *, peer: str | None = None) -> str:
         head = {key: getattr(self, key) for key in _FIELDS if getattr(self, key) is not None}
         facts = ", ".join(f"{key}={value}" for key, value in head.items())
-        told = {peer: error for peer, error in self.causes.items() if str(error) not in self.message}
+        added = {peer: error for peer, error in self.causes.items() if str(error) not in self.message}
         causes = "; ".join(
             ("" if self.message.endswith(f" failed on {who}") else f"{who}: ")
             + f"{type(error).__name__}: {error._in_words(peer=who)}"
-            for who, error in told.items()
+            for who, error in added.items()
         )
         return _visible(f"{self.message}{f' [{facts}]' if facts else ''}{f' ({causes})' if causes else ''}")
 
@@ -369,10 +369,10 @@ def error_from_dict(body: Mapping[str, Any], *, peer: str | None = None, depth: 
     details = {key: value for key, value in details.items() if key not in {*_FIELDS, "self", "message", "causes"}}
     message = str(_readable(str(body.get("message", "the peer gave no message"))))
     if issubclass(kind, SyncFailedError):
-        told = details.pop("causes_by_engine", {})
-        told = told if isinstance(told, Mapping) and depth < _MAX_DEPTH else {}
+        inner = details.pop("causes_by_engine", {})
+        inner = inner if isinstance(inner, Mapping) and depth < _MAX_DEPTH else {}
         causes = {
-            str(who): error_from_dict(what, depth=depth + 1) for who, what in told.items() if isinstance(what, Mapping)
+            str(who): error_from_dict(what, depth=depth + 1) for who, what in inner.items() if isinstance(what, Mapping)
         }
         return kind(message, causes=causes, **facts, **details)
     if name not in _KINDS:

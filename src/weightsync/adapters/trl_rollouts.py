@@ -66,9 +66,9 @@ class VersionedRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
 
 def spans_in(answer: dict[str, Any]) -> list[VersionSpan]:
     """The spans that a completion's first choice says of itself; one of no known version where it says nothing."""
-    said = answer.get(_FIELD) or [{}]
+    records = answer.get(_FIELD) or [{}]
     try:
-        found = msgspec.convert(said[0].get("spans"), list[VersionSpan] | None)
+        found = msgspec.convert(records[0].get("spans"), list[VersionSpan] | None)
     except (msgspec.ValidationError, AttributeError, KeyError, TypeError):
         found = None
     if found is not None:

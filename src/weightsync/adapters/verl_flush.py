@@ -107,8 +107,8 @@ def _named(pieces: list[Piece]) -> list[tuple[str, torch.Tensor]]:
     flat = [piece.positions for piece in pieces if piece.positions is not None]
     positions = torch.cat(flat).view(torch.uint8) if flat else torch.empty(0, dtype=torch.uint8)
     spec = {"encoding": "indices" if flat else "dense", "params": params, "checksum": checksum(positions, values)}
-    told = torch.frombuffer(bytearray(json.dumps(spec).encode()), dtype=torch.uint8)
-    named = [("__delta_spec__", told), ("__values__", values)]
+    spec_bytes = torch.frombuffer(bytearray(json.dumps(spec).encode()), dtype=torch.uint8)
+    named = [("__delta_spec__", spec_bytes), ("__values__", values)]
     if flat:
         named.append(("__positions__", positions))
     return [(name, tensor.to(device)) for name, tensor in named]

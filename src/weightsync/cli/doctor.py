@@ -238,8 +238,8 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
             ):
                 yield _note(url, "it is a rollout service, and no engine", instead)
                 continue
-            said = _wrong(url, in_words(error))
-            yield dataclasses.replace(said, is_token=isinstance(error, AuthError))
+            finding = _wrong(url, in_words(error))
+            yield dataclasses.replace(finding, is_token=isinstance(error, AuthError))
             with contextlib.suppress(WeightSyncError):
                 yield from _lacks(url, token=token, verify=verify)
             continue

@@ -115,8 +115,8 @@ class Face:
         """A controller and a service both have `/status`."""
         assert self._client is not None
         body = self._client.answer("GET", "/status", deadline=Deadline(timeout_s)).body
-        told = decode(body, dict[str, Any], what="its status")
-        if "sync_mode" in told:
+        status = decode(body, dict[str, Any], what="its status")
+        if "sync_mode" in status:
             try:
                 now = decode(body, ControllerStatus, what="the status of a controller")
             except InvalidRequestError as error:

@@ -181,7 +181,7 @@ def _watch(running: Service, stop: threading.Event) -> None:
     in the log the moment it does."""
     troubles: dict[str, _Trouble] = {}
     served: dict[str, str] = {}
-    told: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str], str] = {}
     last_s = time.monotonic()
     while not stop.wait(_LOOK_S):
         seen = running.status()
@@ -191,7 +191,7 @@ def _watch(running: Service, stop: threading.Event) -> None:
             now = f"{status.run_id}/{status.version}" if status.version is not None and status.state == "idle" else ""
             if now and served.get(model_id) != now:
                 served[model_id] = now
-                print(f"{model_id} serves {now}: {_how(status, told)}", flush=True)
+                print(f"{model_id} serves {now}: {_how(status, reasons)}", flush=True)
             troubles.setdefault(model_id, _Trouble()).look(
                 model_id, _trouble(status), over=f"{model_id}: it came right"
             )
@@ -231,12 +231,12 @@ def _trouble(status: ModelStatus) -> str:
     return "; ".join(f"{who}: {why}" for who, why in told_of.items())
 
 
-def _how(status: ModelStatus, told: dict[tuple[str, str], str]) -> str:
+def _how(status: ModelStatus, reasons: dict[tuple[str, str], str]) -> str:
     """How a version came; a reason that was told with the one before is not told again."""
 
     def why(who: str, what: str, because: str) -> str:
-        known = told.get((who, what)) == because
-        told[who, what] = because
+        known = reasons.get((who, what)) == because
+        reasons[who, what] = because
         return f"; {who} {what}{', as before' if known else f': {because}'}"
 
     deltas = f" in {status.num_deltas} delta{'s' * (status.num_deltas > 1)}" if status.num_deltas else ""

@@ -62,8 +62,8 @@ def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None
     """
     given = [name for name in names if was_given(context, name)]
     if given:
-        said = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"{said} would do nothing: {why}, or leave out {said}")
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{named} would do nothing: {why}, or leave out {named}")
 
 
 def stop_event() -> threading.Event:

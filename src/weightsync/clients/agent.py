@@ -50,8 +50,8 @@ _logger = logging.getLogger(__name__)
 
 
 def _query(after: str | None, wait_s: float) -> str:
-    said = {"after": after, "wait_s": f"{wait_s:g}" if wait_s else None}
-    given = {name: value for name, value in said.items() if value is not None}
+    fields = {"after": after, "wait_s": f"{wait_s:g}" if wait_s else None}
+    given = {name: value for name, value in fields.items() if value is not None}
     return f"?{urlencode(given)}" if given else ""
 
 
@@ -92,10 +92,10 @@ class AgentClient(JsonClient):
         Raises:
             NotPublishedError: it has nothing yet, or another model.
         """
-        said = self.get_version(wait_s=_FIRST_VERSION_S, timeout_s=timeout_s)
-        run_id = said.coming_run_id or said.run_id
-        if said.model_id != model_id or run_id is None:
-            has = f"has model {said.model_id!r}" if said.model_id != model_id else "has published nothing yet"
+        reply = self.get_version(wait_s=_FIRST_VERSION_S, timeout_s=timeout_s)
+        run_id = reply.coming_run_id or reply.run_id
+        if reply.model_id != model_id or run_id is None:
+            has = f"has model {reply.model_id!r}" if reply.model_id != model_id else "has published nothing yet"
             raise NotPublishedError(f"no run of model {model_id!r} is known: {self.url} {has}", peer=self.peer)
         return run_id
 
@@ -149,16 +149,16 @@ class AgentClient(JsonClient):
             left_s = timeout_s if num_tries == 1 else deadline.check("time to ask again", peer=self.url)
             last = num_tries == _MAX_TRIES
             try:
-                said = self._published("POST", path, GrantMessage, message=asked, timeout_s=left_s)
+                reply = self._published("POST", path, GrantMessage, message=asked, timeout_s=left_s)
             except EngineError as error:
                 if last or not isinstance(error.__cause__, InvalidRequestError):  # it said something else than this
                     raise
                 _logger.info("%s", error)
                 continue
             try:
-                return layouts.grant(said)
+                return layouts.grant(reply)
             except InvalidRequestError as error:
-                self._let_go(said)
+                self._let_go(reply)
                 if last:
                     raise EngineError(
                         f"{self.url} answered {path} with what is no grant: {error} (wrong {num_tries} times)",
@@ -167,9 +167,9 @@ class AgentClient(JsonClient):
                 _logger.info("%s answered %s with what is no grant, it is asked again: %s", self.url, path, error)
         raise AssertionError("unreachable")
 
-    def _let_go(self, said: GrantMessage) -> None:
+    def _let_go(self, reply: GrantMessage) -> None:
         """The agent need not keep what nobody can read; where that can't be said, it finds out by itself."""
-        for transfer_id in [said.transfer_id] if said.delta is None else [link.transfer_id for link in said.delta]:
+        for transfer_id in [reply.transfer_id] if reply.delta is None else [link.transfer_id for link in reply.delta]:
             with contextlib.suppress(WeightSyncError):
                 self.finish_transfer(FinishRequest(transfer_id=transfer_id, ok=False), timeout_s=_LET_GO_S)
 

@@ -100,10 +100,10 @@ class StoreClient:
         )  # fmt: skip
 
     def current_run(self, model_id: str, *, timeout_s: float = 3.0) -> str:
-        said = self.get_version(timeout_s=timeout_s)
-        if said.model_id != model_id or said.run_id is None:
-            raise NotPublishedError(f"no run of model {model_id!r} is known: {self.url} has model {said.model_id!r}")
-        return said.run_id
+        reply = self.get_version(timeout_s=timeout_s)
+        if reply.model_id != model_id or reply.run_id is None:
+            raise NotPublishedError(f"no run of model {model_id!r} is known: {self.url} has model {reply.model_id!r}")
+        return reply.run_id
 
     def register(self, request: RegisterRequest, *, timeout_s: float = 10.0) -> dict[str, object]:
         """Nobody is told."""

@@ -165,15 +165,15 @@ class WeightSyncController:
         that have it not yet are brought there, whatever the mode."""
 
         def tell() -> None:
-            told = [each for each in versions if each.model_id in self._models]
-            for each in told:
+            known = [each for each in versions if each.model_id in self._models]
+            for each in known:
                 event = Trained(
                     worker="fleet", run_id=each.run_id, version=each.version, learnt=True,
                     claimed=self.method.asks_agents,
                 )  # fmt: skip
                 with contextlib.suppress(VersionError):  # a trainer has, of another run
                     self._models[each.model_id].trained(event, each.sender_endpoint)
-            for each in told:
+            for each in known:
                 self._models[each.model_id].sync_now()
 
         in_thread(tell, name="weightsync-learnt")

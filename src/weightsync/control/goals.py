@@ -117,8 +117,8 @@ class FleetGoals:
             return
         self._note_set(versions)
         for each in versions:
-            told, goal = self._told.get(each.model_id), self.current.get(each.model_id)
-            if told is None or told.run_id != each.run_id or told.version < each.version:
+            known, goal = self._told.get(each.model_id), self.current.get(each.model_id)
+            if known is None or known.run_id != each.run_id or known.version < each.version:
                 self._told[each.model_id] = each
             alike = goal is not None and msgspec.structs.replace(goal, version=each.version) == each
             if not alike or self._leader(each.model_id) is None:
@@ -150,10 +150,10 @@ class FleetGoals:
             for each in led
         )
         for each in ready if not others else ():
-            model_id, goal, told = each.model_id, self.current.get(each.model_id), self._told.get(each.model_id)
-            if model_id not in model_ids or not self._may_be_led(model_id) or goal is None or told is None:
+            model_id, goal, known = each.model_id, self.current.get(each.model_id), self._told.get(each.model_id)
+            if model_id not in model_ids or not self._may_be_led(model_id) or goal is None or known is None:
                 continue
-            if not (goal.run_id == told.run_id == each.run_id and goal.version <= each.version <= told.version):
+            if not (goal.run_id == known.run_id == each.run_id and goal.version <= each.version <= known.version):
                 continue
             leader = self._leader(model_id)
             if leader is None or leader.instance_id != instance_id or leader.since_s is None:

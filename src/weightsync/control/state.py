@@ -251,13 +251,13 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
             replaced=tuple(each for each in (*state.replaced, *left) if each != run_id)[-_MAX_REPLACED:],
             served_run=state.run_id if state.rollout_version >= 0 else state.served_run,
         )
-    told = dict(state.told)
-    if event.worker not in told and len(told) >= _MAX_WORKERS:
+    reports = dict(state.told)
+    if event.worker not in reports and len(reports) >= _MAX_WORKERS:
         raise StateError(
             f"{_MAX_WORKERS} workers have told of versions of run {run_id}: one keeps its name from step to step",
             state_left="nothing was changed",
         )
-    before = told.get(event.worker, 0)
+    before = reports.get(event.worker, 0)
     version = before + 1 if event.version is None else event.version
     if version < before and not (event.claimed and version >= state.sure_version):  # else what it told of may not be
         raise VersionError(
@@ -274,10 +274,10 @@ def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelSt
             state, validated_to=max(0, version - 1) // policy.validate_freq * policy.validate_freq
         )
     newer = version > state.train_version
-    told[event.worker] = version
+    reports[event.worker] = version
     state = _advanced(state, version) if event.claimed else _confirmed(_advanced(state, version), version)
     state = dataclasses.replace(
-        state, run_id=run_id, told=tuple(sorted(told.items())), all_dropped=state.all_dropped and event.learnt
+        state, run_id=run_id, told=tuple(sorted(reports.items())), all_dropped=state.all_dropped and event.learnt
     )
     if event.evaluate and version > state.evaluated_to:  # several workers ask for it once
         state = dataclasses.replace(state, evaluate_at=max(version, state.evaluate_at or 0))
@@ -389,7 +389,7 @@ def _absent(state: ModelState, event: SyncFailed, policy: Policy) -> tuple[Model
         return _failed(in_vain, dataclasses.replace(policy, after_failure="keep"))  # it is nobody's fault on this side
     state = dataclasses.replace(state, phase="running", syncing=None, num_failed=0, evicting=False, again=False)
     newest = max(newest, state.rollout_version)
-    told = tuple((worker, number if number < goal.version else min(number, newest)) for worker, number in state.told)
+    reports = tuple((worker, number if number < goal.version else min(number, newest)) for worker, number in state.told)
     if newest >= state.sure_version:
         state = _confirmed(state, newest)
     state = dataclasses.replace(
@@ -397,9 +397,9 @@ def _absent(state: ModelState, event: SyncFailed, policy: Policy) -> tuple[Model
         train_version=state.sure_version,
         num_pending=state.sure_pending,
         counts_from=min(state.counts_from, newest),
-        told=told,
+        told=reports,
     )
-    state = _advanced(state, max((number for _, number in told), default=0))
+    state = _advanced(state, max((number for _, number in reports), default=0))
     state = dataclasses.replace(state, overdue=state.overdue and state.train_version > state.rollout_version)
     if policy.validate_freq:
         reached = state.train_version // policy.validate_freq * policy.validate_freq
@@ -428,9 +428,9 @@ def _failed(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action
         state, actions = begin(dataclasses.replace(state, evicting=True))
         return state, (EvictFailed(), *actions)
     given_up = dataclasses.replace(state, num_failed=0, evicting=False, overdue=True, wanted=False)
-    told = (GiveUp(run_id=state.run_id, version=tried.version),)
+    notice = (GiveUp(run_id=state.run_id, version=tried.version),)
     # who takes part has changed, and not by the eviction alone; or nobody has tried what is newer
     if (again and not state.evicting) or tried.version < state.train_version:
         state, actions = begin(given_up)
-        return state, (*told, *actions)
-    return given_up, told
+        return state, (*notice, *actions)
+    return given_up, notice

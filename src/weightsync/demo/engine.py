@@ -77,8 +77,8 @@ def main() -> None:
     )
 
     def report() -> dict[str, Any]:
-        said = demo.report()
-        return {**said, "phases": [*said["phases"], *msgspec.to_builtins(service.recorder.drain())]}
+        facts = demo.report()
+        return {**facts, "phases": [*facts["phases"], *msgspec.to_builtins(service.recorder.drain())]}
 
     server.app.answer("GET", _REPORT_PATH, report)
     url = server.start()

@@ -60,15 +60,15 @@ def _report(service_id: str, model: str, demo: DemoEngine, ended: threading.Even
             continue
         began_s = time.monotonic()
         try:
-            said = demo.report()
+            report = demo.report()
         except WeightSyncError:
             continue  # it may not answer now
-        if said["version"] != version.number:
+        if report["version"] != version.number:
             continue
         last = version
         tell({
             "served": model, "service": service_id, "run_id": version.run_id, "version": version.number,
-            "loss": said["loss"], "began_s": began_s, "ended_s": time.monotonic(), "sample": said["sample"],
+            "loss": report["loss"], "began_s": began_s, "ended_s": time.monotonic(), "sample": report["sample"],
         })  # fmt: skip
 
 

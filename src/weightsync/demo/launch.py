@@ -153,14 +153,14 @@ class _Job(Processes):
             self.start(
                 name, "weightsync.demo.engine", kind=options.engine, engine_id=name, size=options.size, mode=mode
             )  # fmt: skip
-        told: dict[str, dict[str, Any]] = {}
-        while len(told) < len(engines):
+        started: dict[str, dict[str, Any]] = {}
+        while len(started) < len(engines):
             name, message = self.next("an engine's start")
-            told[name] = message
+            started[name] = message
         for rank in range(options.ranks):
             self.start(
                 f"trainer-{rank}", "weightsync.demo.trainer", options=dataclasses.asdict(options), rank=rank,
-                rendezvous=self.folder / "rendezvous", engines=[told[name] for name in engines],
+                rendezvous=self.folder / "rendezvous", engines=[started[name] for name in engines],
             )  # fmt: skip
         trainers = {f"trainer-{rank}" for rank in range(options.ranks)}
         waits_for = "the trainers' start and first step (kernels are compiled once an installation)"

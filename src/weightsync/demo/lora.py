@@ -64,10 +64,10 @@ def run_lora(options: DemoOptions) -> list[str]:
             processes.start("engine-0", _SERVERS[options.engine], size=options.size, model=folder)
         model = adapted(base, options.rank)
         held_out = text.held_out(row_length=size.row_length)
-        _, told = processes.next("the engine")
+        _, message = processes.next("the engine")
         with contextlib.ExitStack() as opened:
             kind = _Pull if options.engine in _SERVERS or options.path == "pull" else _Push
-            move = kind(model, told, processes.token, options, opened)
+            move = kind(model, message, processes.token, options, opened)
             loop, rows, problems = TrainLoop(model, text, size, rank=0), [], []
             out.print(f"{'version':>7} {'trainer':>8} {'engine':>8} {'adapter':>9} {'sync':>7} {'paused':>7}  proof")
             for step in range(options.steps):
@@ -78,12 +78,12 @@ def run_lora(options: DemoOptions) -> list[str]:
                 assert stdin is not None
                 stdin.write(f"{step + 1}\n")
                 stdin.flush()
-                _, said = processes.next("the engine's report")
-                row |= {"engine_loss": said["loss"], "version": said["version"], "sample": said["sample"]}
+                _, report = processes.next("the engine's report")
+                row |= {"engine_loss": report["loss"], "version": report["version"], "sample": report["sample"]}
                 rows.append(row)
-                problems += _wrong(row, said, step + 1, gap=_LOSS_GAP if options.engine == "embedded" else _VLLM_GAP)
+                problems += _wrong(row, report, step + 1, gap=_LOSS_GAP if options.engine == "embedded" else _VLLM_GAP)
                 out.print(_line(row))
-        out.print(f"one base, {move.base_bytes / 1e6:.2f} MB; served on {said['base']}")
+        out.print(f"one base, {move.base_bytes / 1e6:.2f} MB; served on {report['base']}")
         if options.json is not None:
             options.json.write_bytes(msgspec.json.encode({"rows": rows, "problems": problems}))
     out.print("every version was proved and served" if not problems else "\n".join(problems))
@@ -94,11 +94,11 @@ class _Push:
     """The trainer brings both into the engine."""
 
     def __init__(
-        self, model: Any, told: dict[str, Any], token: str, options: DemoOptions, opened: contextlib.ExitStack
+        self, model: Any, message: dict[str, Any], token: str, options: DemoOptions, opened: contextlib.ExitStack
     ) -> None:
         def pushed(weights: Any, model_id: str, **settings: Any) -> Any:
             return opened.enter_context(
-                weightsync.push(weights, told["urls"][model_id], model_id=model_id, token=token, **settings)
+                weightsync.push(weights, message["urls"][model_id], model_id=model_id, token=token, **settings)
             )
 
         first = base_extractor(model)
@@ -119,12 +119,12 @@ class _Pull:
     started with: its adapter is bound to the digest of that, and is published alone."""
 
     def __init__(
-        self, model: Any, told: dict[str, Any], token: str, options: DemoOptions, opened: contextlib.ExitStack
+        self, model: Any, message: dict[str, Any], token: str, options: DemoOptions, opened: contextlib.ExitStack
     ) -> None:
         first = base_extractor(model)
         self.base_bytes = first.metadata().total_bytes
         self._timeout_s = options.step_timeout_s
-        self._client = opened.enter_context(contextlib.closing(RolloutClient(told["service_url"], token=token)))
+        self._client = opened.enter_context(contextlib.closing(RolloutClient(message["service_url"], token=token)))
 
         def published(weights: Any, model_id: str, **settings: Any) -> Any:
             publisher = opened.enter_context(
@@ -157,16 +157,16 @@ class _Pull:
         return self._client.notify_version(request, timeout_s=self._timeout_s + 10.0)
 
 
-def _wrong(row: dict[str, Any], said: dict[str, Any], number: int, *, gap: float) -> list[str]:
+def _wrong(row: dict[str, Any], report: dict[str, Any], number: int, *, gap: float) -> list[str]:
     found = []
-    if said["version"] != number:
-        found.append(f"version {number}: the engine serves {said['version']}")
+    if report["version"] != number:
+        found.append(f"version {number}: the engine serves {report['version']}")
     if not row["proved"]:
         found.append(f"version {number}: not proved")
     if abs(row["trainer_loss"] - row["engine_loss"]) > gap:
         found.append(f"version {number}: losses are {row['trainer_loss']:.6f} and {row['engine_loss']:.6f}")
-    if said["num_refused"]:
-        found.append(f"version {number}: {said['num_refused']} generations were refused")
+    if report["num_refused"]:
+        found.append(f"version {number}: {report['num_refused']} generations were refused")
     return found
 
 

@@ -55,11 +55,11 @@ class LoraDemoEngine(DemoEngine):
         self.base.close()
 
 
-def serve(service: RolloutService, report: Callable[[int], dict[str, Any]], **told: Any) -> None:
-    """Says where the service is, and `told`; then a report for each number of a version that a line of the standard
+def serve(service: RolloutService, report: Callable[[int], dict[str, Any]], **facts: Any) -> None:
+    """Says where the service is, and `facts`; then a report for each number of a version that a line of the standard
     input names, until that closes."""
     with contextlib.closing(service):
-        tell({"service_url": service.start(), **told})
+        tell({"service_url": service.start(), **facts})
         for line in sys.stdin:
             tell(report(int(line)))
 

@@ -35,12 +35,12 @@ class LoraSGLangEngine(LoraVllmEngine):
     _unknown = (400,)
 
     def _scores(self, row: list[int]) -> tuple[list[float], int | None]:
-        told, version = self._said(row, 1, return_logprob=True, logprob_start_len=0)
-        return [each[0] for each in told["meta_info"]["input_token_logprobs"][1:]], version
+        reply, version = self._said(row, 1, return_logprob=True, logprob_start_len=0)
+        return [each[0] for each in reply["meta_info"]["input_token_logprobs"][1:]], version
 
     def _generated(self, prompt: list[int], num_tokens: int) -> tuple[str, int | None]:
-        told, version = self._said(prompt, num_tokens)
-        return bytes(told.get("output_ids", ())).decode("utf-8", "replace"), version
+        reply, version = self._said(prompt, num_tokens)
+        return bytes(reply.get("output_ids", ())).decode("utf-8", "replace"), version
 
     def _said(self, prompt: list[int], num_tokens: int, **options: Any) -> tuple[dict[str, Any], int | None]:
         sampling = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}

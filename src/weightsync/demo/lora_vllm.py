@@ -68,8 +68,8 @@ class LoraVllmEngine(Rollout):
         scores: list[float] = []
         with self._turn:
             for row in self._batch.tolist():
-                told, version = self._scores(row)
-                scores += told
+                row_scores, version = self._scores(row)
+                scores += row_scores
         text = self._generated(list(PROMPT.encode()), SAMPLE_BYTES)[0]
         return {**self._told(version, -sum(scores) / len(scores), text), "base": "its checkpoint"}
 
@@ -89,8 +89,8 @@ class LoraVllmEngine(Rollout):
 
     def _asked(self, prompt: list[int], **options: Any) -> tuple[list[dict[str, Any]], int | None]:
         body = {"model": ADAPTER_ID, "prompt": prompt, "temperature": 0.0, **options}
-        told, version = self._ask("/v1/completions", body)
-        return told["choices"] if told else [], version
+        reply, version = self._ask("/v1/completions", body)
+        return reply["choices"] if reply else [], version
 
     def _ask(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
         """An answer, and the number of the version that made it; None before the first."""

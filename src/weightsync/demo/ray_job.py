@@ -82,9 +82,9 @@ class RayJob:
             report = sync.sync_weights(step + 1)
             with patiently("evaluation", self._say):
                 loss = sync.run("evaluate", timeout_s=limit_s)[0]
-                said = [engine.ask("report", timeout_s=limit_s) for engine in sync.engines.values()]
-            rows = [pushed_row(report, each, trainer_loss=loss, train_s=train_s) for each in said]
-            phases += [phase for each in said for phase in each["phases"]]
+                reports = [engine.ask("report", timeout_s=limit_s) for engine in sync.engines.values()]
+            rows = [pushed_row(report, each, trainer_loss=loss, train_s=train_s) for each in reports]
+            phases += [phase for each in reports for phase in each["phases"]]
             yield {"row": dataclasses.asdict(rows[0])}
         phases += sync.run("phases", timeout_s=limit_s)[0]
         yield {"phases": msgspec.to_builtins(phases)}

@@ -50,19 +50,19 @@ class SGLangDemoEngine(VllmDemoEngine):
     server = SGLangServer
 
     def _scores(self, rows: list[list[int]]) -> list[float]:
-        told = self._generate(rows, 1, return_logprob=True, logprob_start_len=0)
-        return [scored[0] for each in told for scored in each["meta_info"]["input_token_logprobs"][1:]]
+        replies = self._generate(rows, 1, return_logprob=True, logprob_start_len=0)
+        return [scored[0] for each in replies for scored in each["meta_info"]["input_token_logprobs"][1:]]
 
     def _text(self) -> str:
-        (told,) = self._generate([list(PROMPT.encode())], SAMPLE_BYTES)
-        return bytes(told["output_ids"]).decode("utf-8", "replace")
+        (reply,) = self._generate([list(PROMPT.encode())], SAMPLE_BYTES)
+        return bytes(reply["output_ids"]).decode("utf-8", "replace")
 
     def _generate(self, prompts: list[list[int]], num_tokens: int, **options: Any) -> list[dict[str, Any]]:
         sampling = {"max_new_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True}
-        told: list[dict[str, Any]] = self._ask(
+        replies: list[dict[str, Any]] = self._ask(
             "/generate", {"input_ids": prompts, "sampling_params": sampling, **options}
         )
-        return told
+        return replies
 
 
 SERVED = {"vllm": VllmDemoEngine, "sglang": SGLangDemoEngine}

@@ -164,23 +164,23 @@ def config_of(options: DemoOptions) -> WeightSyncConfig:
     )
 
 
-def row_of(said: Mapping[str, Any], number: int, **known: Any) -> StepRow:
+def row_of(report: Mapping[str, Any], number: int, **known: Any) -> StepRow:
     """What an engine says of itself, beside what the trainer knows of that version.
 
     Raises:
         WeightSyncError: the engine refused generations, or serves another version.
     """
-    if said["num_refused"]:
-        raise WeightSyncError(f"an engine refused {said['num_refused']} generations of healthy syncs")
-    if said["version"] != number:
-        raise WeightSyncError(f"an engine serves {said['version']} and not version {number}")
-    return StepRow(version=number, engine_loss=said["loss"], sample=said["sample"], **known)
+    if report["num_refused"]:
+        raise WeightSyncError(f"an engine refused {report['num_refused']} generations of healthy syncs")
+    if report["version"] != number:
+        raise WeightSyncError(f"an engine serves {report['version']} and not version {number}")
+    return StepRow(version=number, engine_loss=report["loss"], sample=report["sample"], **known)
 
 
-def pushed_row(report: SyncReport, said: Mapping[str, Any], *, trainer_loss: float, train_s: float) -> StepRow:
+def pushed_row(report: SyncReport, engine_report: Mapping[str, Any], *, trainer_loss: float, train_s: float) -> StepRow:
     """See `row_of`; of a version that was pushed."""
     return row_of(
-        said,
+        engine_report,
         report.version.number,
         trainer_loss=trainer_loss,
         total_bytes=report.total_bytes,
@@ -195,19 +195,19 @@ def pushed_row(report: SyncReport, said: Mapping[str, Any], *, trainer_loss: flo
     )
 
 
-def seat_over_http(told: Mapping[str, str], token: str, *, timeout_s: float) -> Seat:
+def seat_over_http(message: Mapping[str, str], token: str, *, timeout_s: float) -> Seat:
     """The engine that said where it is; see `demo.engine.main`. Its report may take `timeout_s`."""
 
     def report() -> dict[str, Any]:
-        response = httpx.get(told["report_url"], headers=bearer_headers(token), timeout=timeout_s, trust_env=False)
+        response = httpx.get(message["report_url"], headers=bearer_headers(token), timeout=timeout_s, trust_env=False)
         response.raise_for_status()
-        said: dict[str, Any] = response.json()
-        return said
+        reply: dict[str, Any] = response.json()
+        return reply
 
-    handle: EngineHandle = HttpEngine(told["url"], engine_id=told["engine_id"], token=token)
-    if told["kind"] in SERVED:
-        handle = SERVED[told["kind"]].server.handle(told["url"], told["engine_id"])
-    return Seat(handle=handle, service_url=told["service_url"], report=report)
+    handle: EngineHandle = HttpEngine(message["url"], engine_id=message["engine_id"], token=token)
+    if message["kind"] in SERVED:
+        handle = SERVED[message["kind"]].server.handle(message["url"], message["engine_id"])
+    return Seat(handle=handle, service_url=message["service_url"], report=report)
 
 
 def _publish(options: DemoOptions, rank: int, seats: Sequence[Seat]) -> None:
@@ -267,13 +267,13 @@ def _collect(
     for service, seat in zip(services, seats, strict=False):
         with trainer.recorder.phase("wait for engine's report"):
             status = service.notify_version(notice)
-            said = seat.report()
-        trainer.recorder.extend(msgspec.convert(said["phases"], tuple[PhaseRecord, ...]))
+            report = seat.report()
+        trainer.recorder.extend(msgspec.convert(report["phases"], tuple[PhaseRecord, ...]))
         spans = phases_s(trainer.recorder.records())
         before, trainer.seen_s = trainer.seen_s, spans
         rows.append(
             row_of(
-                said,
+                report,
                 notice.version,
                 trainer_loss=trainer_loss,
                 total_bytes=sum(spec.nbytes for spec in trainer.extractor.metadata("bfloat16")),
@@ -308,9 +308,9 @@ def _run(options: DemoOptions, rank: int, seats: Sequence[Seat]) -> None:
             rows = []
             for seat in seats:
                 with trainer.recorder.phase("wait for engine's report"):
-                    said = seat.report()
-                trainer.recorder.extend(msgspec.convert(said["phases"], tuple[PhaseRecord, ...]))
-                rows.append(pushed_row(report, said, trainer_loss=loss, train_s=train_s))
+                    engine_report = seat.report()
+                trainer.recorder.extend(msgspec.convert(engine_report["phases"], tuple[PhaseRecord, ...]))
+                rows.append(pushed_row(report, engine_report, trainer_loss=loss, train_s=train_s))
             tell({"row": dataclasses.asdict(rows[0])})
     if rank == 0:
         tell({"phases": trainer.phases()})
@@ -318,18 +318,19 @@ def _run(options: DemoOptions, rank: int, seats: Sequence[Seat]) -> None:
 
 
 def main() -> None:
-    told = given()
-    options, rank = DemoOptions(**told.options), told.rank
+    arguments = given()
+    options, rank = DemoOptions(**arguments.options), arguments.rank
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{told.rendezvous}",
+        init_method=f"file://{arguments.rendezvous}",
         rank=rank,
         world_size=options.ranks,
         timeout=timedelta(seconds=options.step_timeout_s),
     )
     try:
         seats = [
-            seat_over_http(each, os.environ[TOKEN_VARIABLE], timeout_s=options.step_timeout_s) for each in told.engines
+            seat_over_http(each, os.environ[TOKEN_VARIABLE], timeout_s=options.step_timeout_s)
+            for each in arguments.engines
         ]
         (_publish if options.path == "pull" else _run)(options, rank, seats)
     except WeightSyncError as error:

@@ -103,8 +103,8 @@ class ToldLayout:
 
     def shortened(self, request: EngineRequest) -> CompactRequest | None:
         """The compact form; None where the server can't read it, or there is none."""
-        told = self._told
-        return None if told is None else shortened(request, told)
+        layout = self._told
+        return None if layout is None else shortened(request, layout)
 
     def forget(self) -> None:
         """The server does not know it any more."""

@@ -24,20 +24,20 @@ class ForeignClient(JsonClient):
         self._needs = needs
 
     def _error_in(self, status: int, body: bytes, path: str) -> WeightSyncError:
-        said = told_by(body)
+        words = told_by(body)
         if status in (404, 405):
             return UnsupportedError(f"{self.url} has no route {path}: {self._needs}", peer=self.url, status=status)
         if status in (401, 403):
-            return AuthError(f"{self.url} refuses the token for {path}: {said}", peer=self.url)
-        return EngineError(f"{self.url} answered {path} with an error: {said}", peer=self.url, status=status)
+            return AuthError(f"{self.url} refuses the token for {path}: {words}", peer=self.url)
+        return EngineError(f"{self.url} answered {path} with an error: {words}", peer=self.url, status=status)
 
 
 def told_by(body: bytes) -> str:
     """What a foreign server's answer says went wrong: its words, or the body's head."""
     try:
-        told: Any = decode(body, dict[str, Any], what="the error")
+        answer: Any = decode(body, dict[str, Any], what="the error")
     except InvalidRequestError:
         return body[:_HEAD].decode("utf-8", "replace") or "nothing"
     for key in ("error", "message", "detail"):
-        told = told.get(key, told) if isinstance(told, dict) else told
-    return str(told)[:_HEAD]
+        answer = answer.get(key, answer) if isinstance(answer, dict) else answer
+    return str(answer)[:_HEAD]

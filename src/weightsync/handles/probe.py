@@ -172,8 +172,8 @@ class _Asker(ForeignClient):
         if self._answer("/workers", RouterWorkers) is not None:
             return self._of("sglang-router", None, routes)
         if self._first(("/model_info", "/get_model_info"), ModelInfo) is not None:
-            told = self._first(("/server_info", "/get_server_info"), ServerInfo)
-            return self._of("sglang", None if told is None else told.version, routes)
+            info = self._first(("/server_info", "/get_server_info"), ServerInfo)
+            return self._of("sglang", None if info is None else info.version, routes)
         version = self._answer("/version", _Release)
         if version is None:
             return self._of("generic", None, routes)
@@ -200,8 +200,8 @@ class _Asker(ForeignClient):
 
     def _first(self, paths: Sequence[str], kind: type[_T]) -> _T | None:
         for path in paths:
-            if (told := self._answer(path, kind)) is not None:
-                return told
+            if (answer := self._answer(path, kind)) is not None:
+                return answer
         return None
 
     def _answer(self, path: str, kind: type[_T]) -> _T | None:

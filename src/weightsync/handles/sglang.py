@@ -245,8 +245,8 @@ class SGLangEngine(SteppedEngine):
             self._checksum = staged or live
             self._check_same(deadline)
             self._name(str(version), deadline)
-            if (told := self._look(deadline).weight_version) != str(version):
-                raise EngineError(f"it was told that it has {version}, and says {told}", state_left="paused")
+            if (named := self._look(deadline).weight_version) != str(version):
+                raise EngineError(f"it was told that it has {version}, and says {named}", state_left="paused")
             self._way.touched = False
             self._digest = str(version), self._open_request.manifest.model_digest
         self._session.end()
@@ -310,11 +310,11 @@ class SGLangEngine(SteppedEngine):
         Raises:
             EngineError: its weights have another name than the pause gave them.
         """
-        if (told := self._look(deadline).weight_version) != LOADING:
+        if (named := self._look(deadline).weight_version) != LOADING:
             self._lose()
             raise EngineError(
-                f"it was restarted in the middle of the update, or somebody else named its weights: they are {told!r}, "
-                f"not {LOADING!r}",
+                f"it was restarted in the middle of the update, or somebody else named its weights: they are "
+                f"{named!r}, not {LOADING!r}",
                 state_left="what it was started with; the next sync brings it back",
             )
 
@@ -329,13 +329,13 @@ class SGLangEngine(SteppedEngine):
         if not self._checksums:
             return None
         try:
-            told = self._api.checksum(timeout_s=deadline.check("checksum"))
+            checked = self._api.checksum(timeout_s=deadline.check("checksum"))
         except EngineUnreachableError:
             raise
         except (EngineError, UnsupportedError) as error:
             _logger.warning("engine %s says no checksum of its live weights: %s", self._engine_id, error)
             return None
-        return checksum_of(told)
+        return checksum_of(checked)
 
     @property
     def _whole(self) -> bool:
@@ -388,17 +388,17 @@ class SGLangEngine(SteppedEngine):
         )
 
 
-def checksum_of(told: WeightsChecked) -> str:
+def checksum_of(checked: WeightsChecked) -> str:
     """One checksum of all workers, in their order.
 
     Raises:
         EngineError: it is one of nothing.
         DigestMismatchError: workers have other tensors, or differ in one that each has whole.
     """
-    if not told.ranks or not all(rank.checksums for rank in told.ranks):
+    if not checked.ranks or not all(rank.checksums for rank in checked.ranks):
         raise EngineError("it answered with a checksum of nothing", state_left="paused")
-    first = told.ranks[0].checksums
-    for number, rank in enumerate(told.ranks):
+    first = checked.ranks[0].checksums
+    for number, rank in enumerate(checked.ranks):
         if rank.checksums.keys() != first.keys():
             raise DigestMismatchError("its workers have other tensors", rank=number, state_left="paused")
         wrong = next((n for n, sum_ in rank.checksums.items() if n.endswith(_WHOLE_IN_EACH) and sum_ != first[n]), None)
@@ -406,5 +406,5 @@ def checksum_of(told: WeightsChecked) -> str:
             raise DigestMismatchError(
                 "its workers differ in a tensor that each has whole", rank=number, parameter=wrong, state_left="paused"
             )
-    together = hashlib.sha256("".join(rank.per_gpu_checksum for rank in told.ranks).encode()).hexdigest()
-    return f"{len(told.ranks)}:{together[:32]}"
+    together = hashlib.sha256("".join(rank.per_gpu_checksum for rank in checked.ranks).encode()).hexdigest()
+    return f"{len(checked.ranks)}:{together[:32]}"

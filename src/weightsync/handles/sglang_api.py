@@ -110,18 +110,18 @@ class SGLangApi(ForeignClient):
         return self.call("GET", former, kind, timeout_s=deadline.check("answer", peer=self.url))
 
     def _generation(self, path: str, message: Any, timeout_s: float) -> None:
-        told = self.call("POST", path, GenerationDone, message=message, timeout_s=timeout_s)
-        if told.status != "ok":
-            raise EngineError(f"{self.url} answered {path} with {told.status!r}: {told.message}", peer=self.url)
+        reply = self.call("POST", path, GenerationDone, message=message, timeout_s=timeout_s)
+        if reply.status != "ok":
+            raise EngineError(f"{self.url} answered {path} with {reply.status!r}: {reply.message}", peer=self.url)
 
     def _done(self, path: str, message: Any, timeout_s: float, kind: type[_T] = Done) -> _T:  # type: ignore[assignment]
-        told: Any = self.call("POST", path, kind, message=message, timeout_s=timeout_s)
-        if told.success is not True:
+        reply: Any = self.call("POST", path, kind, message=message, timeout_s=timeout_s)
+        if reply.success is not True:
             raise EngineError(
-                f"{self.url} answered {path} well, and says that it failed: {told.message or 'no reason'}",
+                f"{self.url} answered {path} well, and says that it failed: {reply.message or 'no reason'}",
                 peer=self.url,
             )
-        return told  # type: ignore[no-any-return]
+        return reply  # type: ignore[no-any-return]
 
 
 class SGLangRouter(ForeignClient):
@@ -138,15 +138,15 @@ class SGLangRouter(ForeignClient):
             NoEnginesError: it has none.
             EngineError: it names what is no URL.
         """
-        told = self.call("GET", "/workers", RouterWorkers, timeout_s=timeout_s)
-        if ranks := [worker.url for worker in told.workers if "@" in worker.url]:
+        reply = self.call("GET", "/workers", RouterWorkers, timeout_s=timeout_s)
+        if ranks := [worker.url for worker in reply.workers if "@" in worker.url]:
             raise EngineError(
                 f"{self.url} lists {', '.join(ranks)}: parts of data-parallel servers, which load as a whole; give the "
                 "servers' own URLs, or run the router without --dp-aware",
                 peer=self.url,
             )
         try:
-            urls = tuple(dict.fromkeys(checked_url(worker.url, whose="a worker's") for worker in told.workers))
+            urls = tuple(dict.fromkeys(checked_url(worker.url, whose="a worker's") for worker in reply.workers))
         except ConfigError as error:
             raise EngineError(
                 f"{self.url} lists a worker that can't be called: {error.message}", peer=self.url

@@ -333,14 +333,14 @@ class MappedLoad(SGLangLoad):
     def _answer(self, path: str, rank: int) -> StepAnswer:
         try:
             with open(path, "rb") as file:
-                said = file.read()
+                body = file.read()
             os.unlink(path)
         except OSError as error:
             raise EngineError(
                 f"SGLang's worker {rank} left no answer ({error.strerror}): it has to run on this host, as this user, "
                 "with this host's /dev/shm"
             ) from error
-        return decode(said, StepAnswer, what="a worker's answer")
+        return decode(body, StepAnswer, what="a worker's answer")
 
 
 def _check_file(segment: str, manifest: Manifest) -> None:

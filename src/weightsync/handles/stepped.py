@@ -66,8 +66,8 @@ class SteppedEngine(abc.ABC):
         try:
             match request:
                 case DescribeRequest():
-                    told = self._describe(deadline)
-                    return msgspec.structs.replace(told, layers=self._layers(deadline)) if request.layers else told
+                    reply = self._describe(deadline)
+                    return msgspec.structs.replace(reply, layers=self._layers(deadline)) if request.layers else reply
                 case AuditRequest():
                     return self._audit(deadline)
                 case InitRequest():

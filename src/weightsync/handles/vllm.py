@@ -340,14 +340,14 @@ class VllmEngine(SteppedEngine):
             self._send_init(VllmInitMessage(expect=expected, layers=layers, written=written), deadline)
         except StateError as error:
             try:
-                told = state_in(error)
+                state = state_in(error)
             except InvalidRequestError as odd:
                 raise EngineError(f"the engine told an odd state: {odd}", peer=self._engine_id) from odd
-            if told is None:
+            if state is None:
                 raise
             if self._state is expected:  # else a step has changed it meanwhile, and this may be older
-                self._state = told
-            expected = told
+                self._state = state
+            expected = state
         self._note_audits(expected)
         return expected
 
@@ -369,8 +369,8 @@ class VllmEngine(SteppedEngine):
     def _name_version(self, state: VllmState, deadline: Deadline) -> None:
         """Gives vLLM the name of what it serves: whoever committed it may not have come to that."""
         if state.version is not None:
-            told = self._api.weight_version(timeout_s=deadline.check("answer"))
-            if told is not None and version_in(told) != state.version:
+            named = self._api.weight_version(timeout_s=deadline.check("answer"))
+            if named is not None and version_in(named) != state.version:
                 self._api.set_weight_version(str(state.version), timeout_s=deadline.check("answer"))
 
     def _believe(self, **changes: Any) -> None:

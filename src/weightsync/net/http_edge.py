@@ -49,10 +49,10 @@ def checked_url(url: str, *, whose: str) -> str:
             raise ValueError("there is a space or a control character in it")
         _ = parts.port
     except ValueError as error:
-        said = f"{whose} URL can't be read"
+        problem = f"{whose} URL can't be read"
         if "@" in url:  # a password with a slash in it, perhaps, of which the error tells a part
-            raise ConfigError(f"{said}; it has an '@', and is not shown here: is there a password in it?") from None
-        raise ConfigError(f"{said}: {error}: {url[:200]!r}") from error
+            raise ConfigError(f"{problem}; it has an '@', and is not shown here: is there a password in it?") from None
+        raise ConfigError(f"{problem}: {error}: {url[:200]!r}") from error
     if not host:
         raise ConfigError(f"{whose} URL names no host: {url[:200]!r}")
     return url.rstrip("/")
@@ -61,9 +61,9 @@ def checked_url(url: str, *, whose: str) -> str:
 def told_error(body: bytes, *, peer: str) -> WeightSyncError | None:
     """The typed error that one of our own servers put into an answer; None where there is none."""
     with contextlib.suppress(InvalidRequestError):
-        told = decode(body, dict[str, Any], what="the error")
-        if "error" in told:
-            return error_from_dict(told, peer=peer)
+        answer = decode(body, dict[str, Any], what="the error")
+        if "error" in answer:
+            return error_from_dict(answer, peer=peer)
     return None
 
 

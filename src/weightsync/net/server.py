@@ -106,8 +106,8 @@ class Api(Starlette):
         async def no_route(request: Request, error: Exception) -> Response:
             assert isinstance(error, HTTPException)
             asked = f"{request.method[:20]} {request.url.path[:200]}"
-            told = UnsupportedError(f"there is no {asked} here, this is a {title}", status=error.status_code)
-            return JSONResponse(told.to_dict(), status_code=error.status_code, headers=error.headers)
+            refusal = UnsupportedError(f"there is no {asked} here, this is a {title}", status=error.status_code)
+            return JSONResponse(refusal.to_dict(), status_code=error.status_code, headers=error.headers)
 
         async def failed(_request: Request, _error: Exception) -> Response:
             return JSONResponse(unexpected().to_dict(), status_code=unexpected().http_status)
@@ -134,8 +134,8 @@ class Api(Starlette):
         async def endpoint(request: Request) -> Response:
             given = (request,) if takes else ()
             called = handler(*given) if is_async else await run_in_threadpool(handler, *given)
-            told = await called if inspect.isawaitable(called) else called
-            return told if isinstance(told, Response) else JSONResponse(told)
+            reply = await called if inspect.isawaitable(called) else called
+            return reply if isinstance(reply, Response) else JSONResponse(reply)
 
         route = StarletteRoute(path, endpoint, methods=[method])
         route.methods = {method}  # and no HEAD of itself

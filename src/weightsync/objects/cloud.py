@@ -144,10 +144,10 @@ class CloudStore:
         with _typed(f"{self.url}/{key}", self._errors):
             yield
 
-    def _etag(self, said: Any) -> str:
+    def _etag(self, meta: Any) -> str:
         """Google Cloud Storage compares an object's generation when it is replaced, the others its etag."""
-        e_tag = str(said["e_tag"] or "")
-        generation = said.get("version") if self.url.startswith("gs://") else None
+        e_tag = str(meta["e_tag"] or "")
+        generation = meta.get("version") if self.url.startswith("gs://") else None
         return f"{e_tag}{_GENERATION}{generation}" if generation else e_tag
 
 
@@ -180,10 +180,10 @@ def _typed(what: str, errors: Any) -> Iterator[None]:
     except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
         raise StoreAuthError(f"{what}: the store refuses the credential: {_words(error)}", peer=what) from error
     except Exception as error:  # whatever else obstore raises
-        said = str(error)
-        if _CREDENTIAL.search(said):
+        text = str(error)
+        if _CREDENTIAL.search(text):
             raise StoreAuthError(f"{what}: the store refuses the credential: {_words(error)}", peer=what) from error
-        if "Invalid range" in said or ((status := _STATUS.search(said)) and status[1] == "416"):
+        if "Invalid range" in text or ((status := _STATUS.search(text)) and status[1] == "416"):
             raise StoreDamagedError(f"{what} is shorter than it should be: it is cut off") from error
         raise StoreUnavailableError(f"{what}: {_words(error)}", peer=what) from error
 

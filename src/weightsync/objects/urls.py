@@ -70,16 +70,18 @@ def split_asked(endpoint: str) -> tuple[str, int, int | None]:
         ConfigError: the query is none of ours.
     """
     url, _, query = endpoint.partition("?")
-    said = dict(parse_qsl(query))
-    if not said.keys() <= {"source", "version"} or not all(re.fullmatch("[0-9]{1,18}", each) for each in said.values()):
+    fields = dict(parse_qsl(query))
+    if not fields.keys() <= {"source", "version"} or not all(
+        re.fullmatch("[0-9]{1,18}", each) for each in fields.values()
+    ):
         raise ConfigError(f"{url[:200]!r} is asked for what a store does not know (the query is not shown here)")
-    return url, int(said.get("source", 0)), int(said["version"]) if "version" in said else None
+    return url, int(fields.get("source", 0)), int(fields["version"]) if "version" in fields else None
 
 
 def asked_url(url: str, *, source: int = 0, version: int | None = None) -> str:
     """A place, and what of it is asked for."""
-    said = ([f"source={source}"] if source else []) + ([f"version={version}"] if version is not None else [])
-    return f"{url}?{'&'.join(said)}" if said else url
+    fields = ([f"source={source}"] if source else []) + ([f"version={version}"] if version is not None else [])
+    return f"{url}?{'&'.join(fields)}" if fields else url
 
 
 def is_same_place(endpoint: str, other: str) -> bool:

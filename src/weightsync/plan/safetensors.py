@@ -55,10 +55,10 @@ class Layout:
         Raises:
             InvalidRequestError: run_id and model_id are too long for the room that there is.
         """
-        said = "" if stamp is None else json.dumps([stamp.run_id, stamp.number, model_id])
-        if len(said.encode()) > _STAMP_BYTES // 2:
+        stamp_text = "" if stamp is None else json.dumps([stamp.run_id, stamp.number, model_id])
+        if len(stamp_text.encode()) > _STAMP_BYTES // 2:
             raise InvalidRequestError("run_id and model_id are too long to be written into a segment")
-        text = self._json(said)
+        text = self._json(stamp_text)
         return (self.data_start - 8).to_bytes(8, "little") + text.ljust(self.data_start - 8)
 
     def _json(self, stamp: str) -> bytes:
@@ -201,10 +201,10 @@ def read_stamp(memory: memoryview) -> tuple[Version, str] | None:
     # the metadata is the first entry: a header of a hundred thousand tensors need not be read for it
     try:
         found, _ = json.JSONDecoder().raw_decode(head[head.index(b":") + 1 :].decode("utf-8", "ignore"))
-        said = found[_STAMP]
-        if said == "":
+        stamp = found[_STAMP]
+        if stamp == "":
             return None
-        run_id, number, model_id = json.loads(said)
+        run_id, number, model_id = json.loads(stamp)
         if (type(run_id), type(number), type(model_id)) != (str, int, str):
             raise TypeError("it names no version")
         return Version(run_id=run_id, number=number), model_id

@@ -75,10 +75,10 @@ class WeightChunk:
         if declared and declared != actual:
             if len(declared) != len(actual):
                 raise InvalidRequestError(f"a chunk of {len(actual)} parameters has {len(declared)} {field}")
-            name, said, found = next(
-                (name, said, found)
-                for name, said, found in zip(self.names, declared, actual, strict=True)
-                if said != found
+            name, claimed, found = next(
+                (name, claimed, found)
+                for name, claimed, found in zip(self.names, declared, actual, strict=True)
+                if claimed != found
             )
-            raise InvalidRequestError(f"{field} says {said}, the tensor has {found}", parameter=name)
+            raise InvalidRequestError(f"{field} says {claimed}, the tensor has {found}", parameter=name)
         object.__setattr__(self, field, actual)

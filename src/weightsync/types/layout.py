@@ -96,13 +96,17 @@ class PublicationLayout:
         if hashlib.sha256(raw).hexdigest() != digest:
             raise InvalidRequestError("what came is not the layout that was named: its SHA-256 is another")
         try:
-            said = msgspec.json.decode(raw, type=_Said)
+            message = msgspec.json.decode(raw, type=_Said)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequestError(f"a layout does not fit: {error}") from error
-        for part in said.parts:
-            if not 0 <= part[0] < len(said.tensors):
-                raise InvalidRequestError(f"a layout has a part of tensor {part[0]}, and {len(said.tensors)} tensors")
-        layout = cls(said.tensors, [_spec(said.tensors[part[0]], *part[1:]) for part in said.parts], said.adapter)
+        for part in message.parts:
+            if not 0 <= part[0] < len(message.tensors):
+                raise InvalidRequestError(
+                    f"a layout has a part of tensor {part[0]}, and {len(message.tensors)} tensors"
+                )
+        layout = cls(
+            message.tensors, [_spec(message.tensors[part[0]], *part[1:]) for part in message.parts], message.adapter
+        )
         layout.__dict__["digest"] = digest
         return layout
 
@@ -193,13 +197,13 @@ class KnownLayouts:
         _check_seal(message, message.head)
         return TransferGrant(**facts, publication=self._layout(message.head, message.layout).publication(message.head))
 
-    def _layout(self, head: PublicationHead, said: msgspec.Raw) -> PublicationLayout:
+    def _layout(self, head: PublicationHead, encoded: msgspec.Raw) -> PublicationLayout:
         with self._lock:
             layout = self._known.pop(head.layout, None)
             if layout is not None:
                 self._known[head.layout] = layout
                 return layout
-        raw = bytes(said)
+        raw = bytes(encoded)
         if raw == b"null":
             raise InvalidRequestError(f"a grant names layout {head.layout}, which was neither sent nor is held")
         layout = PublicationLayout.read(raw, head.layout)
@@ -211,8 +215,8 @@ class KnownLayouts:
 
 
 def _check_seal(message: GrantMessage, head: PublicationHead) -> None:
-    said, proof = msgspec.json.encode(head), msgspec.json.encode(message.proof)
-    if message.seal != seal_of(said, proof, source=message.source, incarnation=message.incarnation):
+    body, proof = msgspec.json.encode(head), msgspec.json.encode(message.proof)
+    if message.seal != seal_of(body, proof, source=message.source, incarnation=message.incarnation):
         raise InvalidRequestError("it was damaged on the way: its seal does not fit")
 
 

@@ -32,10 +32,10 @@ def content_id(version: Version, model_id: str, source: Source, checksums: str) 
         source: where its blocks are cut; a publication's source, or a delta's blob.
         checksums: of all its blocks, as the agent says them.
     """
-    said = msgspec.json.encode(
+    encoded = msgspec.json.encode(
         [version.run_id, version.number, model_id, source.data_end - source.data_start, source.block_bytes, checksums]
     )
-    return hashlib.sha256(said).hexdigest()[:32]
+    return hashlib.sha256(encoded).hexdigest()[:32]
 
 
 def set_of(blocks: Iterable[int]) -> int:
@@ -53,9 +53,9 @@ def have_bytes(have: int, num_blocks: int) -> bytes:
     return have.to_bytes(-(-num_blocks // 8), "little")
 
 
-def have_of(said: bytes, num_blocks: int) -> int:
+def have_of(bits: bytes, num_blocks: int) -> int:
     """The set of blocks; bits beyond the last block do not count."""
-    return int.from_bytes(said, "little") & ((1 << num_blocks) - 1)
+    return int.from_bytes(bits, "little") & ((1 << num_blocks) - 1)
 
 
 def _check_host(host: str) -> None:

@@ -45,13 +45,13 @@ class TrainerCanary:
         self._model.eval()
         try:
             with torch.no_grad():
-                told = self._model(input_ids=torch.tensor([self._tokens], dtype=torch.int64, device=device))
+                output = self._model(input_ids=torch.tensor([self._tokens], dtype=torch.int64, device=device))
         except Exception as caught:
             raise as_weightsync_error(caught, ExtractError, "the canary's forward pass failed") from caught
         finally:
             for module, was in training.items():
                 module.training = was
-        logits = getattr(told, "logits", None)
+        logits = getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.shape[:2] != (1, len(self._tokens)):
             raise ExtractError("a canary needs a model that gives logits of shape [1, tokens, vocabulary]")
         scores = torch.log_softmax(logits[0, :-1].float(), dim=-1)

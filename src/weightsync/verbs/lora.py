@@ -62,14 +62,14 @@ class LoraChoice:
     base: BaseLike
     canary: TrainerCanary | None = None
 
-    def settings(self, config: WeightSyncConfig, *, said: bool) -> WeightSyncConfig:
+    def settings(self, config: WeightSyncConfig, *, dtype_given: bool) -> WeightSyncConfig:
         """An adapter keeps the trainer's dtype where nobody says another one.
 
         Args:
             config: what was said.
-            said: whether the dtype was.
+            dtype_given: whether the dtype was.
         """
-        keeps = not self.merge and not said and "dtype" not in config.extract.model_fields_set
+        keeps = not self.merge and not dtype_given and "dtype" not in config.extract.model_fields_set
         return with_extract(config, dtype=KEEP_DTYPE) if keeps else config
 
     def extractor(

@@ -133,5 +133,5 @@ class OrderTaker:
                 if self._trouble != type(error).__name__:
                     _logger.warning("no pushes are ordered while the controller does not answer: %s", error)
                 self._trouble = type(error).__name__
-        said = self._ranks.settle(refused, order=msgspec.to_builtins(order))[0]["order"]
-        return None if said is None else msgspec.convert(said, PushOrder)
+        message = self._ranks.settle(refused, order=msgspec.to_builtins(order))[0]["order"]
+        return None if message is None else msgspec.convert(message, PushOrder)

@@ -126,7 +126,7 @@ def publish(
         weights, adapter=adapter, merge=merge, base=base, canary=canary, canary_tolerance=canary_tolerance
     )
     settings = with_extract(loaded(config), dtype=dtype)
-    settings = (settings if lora is None else lora.settings(settings, said=dtype is not None)).for_method("pull")
+    settings = (settings if lora is None else lora.settings(settings, dtype_given=dtype is not None)).for_method("pull")
     chosen = settings.publish
     urls = as_list(to, chosen.to, name="to")
     token = token_of(token)
@@ -389,7 +389,7 @@ def _as_offloaded(
     extractor = extractor_from(weights, config, name_map=name_map, bridge=bridge)
     extractor.metadata(config.extract.dtype)
     plain = type(extractor) in (ModuleWeightExtractor, FSDPWeightExtractor, NamedTensorsExtractor)
-    said = name_map is not None or bool(config.extract.dtype_overrides)
-    if plain and not said and isinstance(weights, torch.nn.Module | Mapping):
+    configured = name_map is not None or bool(config.extract.dtype_overrides)
+    if plain and not configured and isinstance(weights, torch.nn.Module | Mapping):
         return weights
     return extractor

@@ -118,7 +118,7 @@ def push(
     check_options(push, options, PushSync)
     lora = lora_choice(weights, adapter=adapter, merge=merge, base=base)
     settings = with_transfer(with_extract(loaded(config), dtype=dtype), strategy=strategy, delta=delta)
-    settings = settings if lora is None else lora.settings(settings, said=dtype is not None)
+    settings = settings if lora is None else lora.settings(settings, dtype_given=dtype is not None)
     settings = settings.for_method("push")
     ranks = TrainingRanks(timeout_s=settings.transfer.join_timeout_s + _MARGIN_S, alone=alone)
     opened = contextlib.ExitStack()
@@ -332,7 +332,7 @@ def _chosen(
     settings: WeightSyncConfig, engines: Sequence[EngineLike], handles: Sequence[EngineHandle]
 ) -> dict[str, Any]:
     """What the engines decide of the transfer, where nobody has said it."""
-    said = settings.transfer.model_fields_set
+    given = settings.transfer.model_fields_set
     chosen: dict[str, Any] = {}
     foreign = [handle.engine_id for handle in handles if isinstance(handle, SGLangEngine)]
     if foreign and len(foreign) < len(handles):
@@ -340,9 +340,9 @@ def _chosen(
             f"SGLang takes weights by a strategy of its own, so {', '.join(foreign)} can't share a push with other "
             "engines: give it a push of its own"
         )
-    if foreign and "strategy" not in said:
+    if foreign and "strategy" not in given:
         chosen["strategy"] = "sglang"
-    if "master_addr" not in said and "cuda_ipc" not in select_strategy(settings):
+    if "master_addr" not in given and "cuda_ipc" not in select_strategy(settings):
         urls = [read_engine_url(each).url for each in engines if isinstance(each, str)]
         towards = address_towards(urls, instead="say transfer.master_addr in the configuration")
         if towards is not None:

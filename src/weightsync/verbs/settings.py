@@ -58,13 +58,13 @@ def with_extract(config: WeightSyncConfig, *, dtype: str | torch.dtype | None) -
     return config.model_copy(update={"extract": type(config.extract)(**settings)})
 
 
-def with_transfer(config: WeightSyncConfig, **said: Any) -> WeightSyncConfig:
+def with_transfer(config: WeightSyncConfig, **given: Any) -> WeightSyncConfig:
     """The configuration with what arguments say of the transfer; None says nothing.
 
     Raises:
         ConfigError: a value is wrong, or contradicts another one.
     """
-    changes = {name: value for name, value in said.items() if value is not None}
+    changes = {name: value for name, value in given.items() if value is not None}
     known = config.transfer.model_dump(exclude_unset=True)  # what nobody has said stays unsaid
     return config.model_copy(update={"transfer": type(config.transfer)(**(known | changes))})
 

@@ -84,9 +84,9 @@ class Storing:
         def claimed(seconds: float) -> bool:
             if self.sink is None:
                 manager = self._manager
-                told = msgspec.structs.replace(self._config, run_id=manager.run_id, agents=manager.endpoints)
-                self.sink = SinkProcess(told)
-                self.sink.start(wait_s=_CLAIM_S + told.takeover_s)
+                config = msgspec.structs.replace(self._config, run_id=manager.run_id, agents=manager.endpoints)
+                self.sink = SinkProcess(config)
+                self.sink.start(wait_s=_CLAIM_S + config.takeover_s)
             return self.sink.wait_claimed(seconds)
 
         self._manager.wait_for_first_rank(claimed)

@@ -22,7 +22,7 @@ from weightsync.verbs.lora import BASE_MODEL_ID, lora_choice
 def extractor_of(weights: Any, **said: Any) -> Any:
     choice = lora_choice(weights, **{"adapter": None, "merge": False, "base": None, **said})
     assert choice is not None
-    config = choice.settings(WeightSyncConfig(), said=False)
+    config = choice.settings(WeightSyncConfig(), dtype_given=False)
     return choice.extractor(weights, config, TrainingRanks(timeout_s=5), name_map=None)
 
 
@@ -34,13 +34,14 @@ def test_an_adapter_is_bound_to_the_digest_of_its_base_and_keeps_its_dtype() -> 
     assert found == Base(model_id=BASE_MODEL_ID, model_digest=digest_of(held, [each.spec for each in held]))
     choice = lora_choice(model, adapter=None, merge=False, base=None)
     assert choice is not None
-    assert choice.settings(WeightSyncConfig(), said=False).extract.dtype is None
+    assert choice.settings(WeightSyncConfig(), dtype_given=False).extract.dtype is None
     assert (
-        choice.settings(WeightSyncConfig.load({"extract": {"dtype": "float16"}}), said=False).extract.dtype == "float16"
+        choice.settings(WeightSyncConfig.load({"extract": {"dtype": "float16"}}), dtype_given=False).extract.dtype
+        == "float16"
     )
     merged = lora_choice(model, adapter=None, merge=True, base=None)
     assert merged is not None
-    assert merged.settings(WeightSyncConfig(), said=False).extract.dtype == "bfloat16"
+    assert merged.settings(WeightSyncConfig(), dtype_given=False).extract.dtype == "bfloat16"
 
 
 def test_a_base_is_given_in_several_ways() -> None:

@@ -164,45 +164,45 @@ class DiskMethod(SyncMethod):
 
     # --- who loads ---
 
-    def _members(self, model_tag: str, deadline: Deadline, version: Version | None = None) -> tuple[str, ...]:
+    def _members(self, model_id: str, deadline: Deadline, version: Version | None = None) -> tuple[str, ...]:
         """The engines of a model now, less those that were evicted. Where nobody else is left, those that answer take
         part again for a newer version."""
-        urls = self._urls.get(model_tag)
+        urls = self._urls.get(model_id)
         if urls is None:
-            raise InvalidRequestError(f"no engine of model {model_tag!r} is known: {', '.join(self._urls)}")
+            raise InvalidRequestError(f"no engine of model {model_id!r} is known: {', '.join(self._urls)}")
         found: list[str] = []
         for url in urls:
-            if not self.peers.live(model_tag, (url.rstrip("/"),)):  # it may be gone, which is known already
+            if not self.peers.live(model_id, (url.rstrip("/"),)):  # it may be gone, which is known already
                 found.append(url.rstrip("/"))
             elif self._capabilities(url).engine == "sglang-router":
                 with contextlib.closing(SGLangRouter(url, token=self._token)) as router:
                     found += router.workers(timeout_s=min(_PROBE_S, deadline.check("list of workers", peer=url)))
             else:
                 found.append(url.rstrip("/"))
-        self._forget_gone(model_tag, found)
-        members = self.peers.live(model_tag, dict.fromkeys(found))
+        self._forget_gone(model_id, found)
+        members = self.peers.live(model_id, dict.fromkeys(found))
         if not members and version is not None:
-            newer = [url for url in dict.fromkeys(found) if self._is_newer(model_tag, url, version)]
+            newer = [url for url in dict.fromkeys(found) if self._is_newer(model_id, url, version)]
             for url in _each({url: functools.partial(self._engine, url) for url in newer}, _PROBE_S, {}):
-                self.peers.readmit(model_tag, url)
-            members = self.peers.live(model_tag, dict.fromkeys(found))
+                self.peers.readmit(model_id, url)
+            members = self.peers.live(model_id, dict.fromkeys(found))
         if not members:
-            raise NoEnginesError(f"every engine of model {model_tag!r} was evicted")
+            raise NoEnginesError(f"every engine of model {model_id!r} was evicted")
         return members
 
-    def _forget_gone(self, model_tag: str, found: Sequence[str]) -> None:
+    def _forget_gone(self, model_id: str, found: Sequence[str]) -> None:
         """Lets go of engines that no model names any more: a router's workers come and go."""
         with self._lock:
-            self._named[model_tag] = frozenset(found)
+            self._named[model_id] = frozenset(found)
             named = frozenset().union(*self._named.values(), *self._urls.values())
             self._known = {url: known for url, known in self._known.items() if url in named}
             gone = [self._engines.pop(url) for url in self._engines.keys() - named]
         for engine in gone:
             engine.close()
 
-    def _is_newer(self, model_tag: str, url: str, version: Version) -> bool:
+    def _is_newer(self, model_id: str, url: str, version: Version) -> bool:
         """Whether that version was not asked for when that engine was evicted."""
-        last = self._evicted.get((model_tag, url))
+        last = self._evicted.get((model_id, url))
         return last is None or last.run_id != version.run_id or last.number < version.number
 
     def _capabilities(self, url: str) -> Capabilities:
@@ -264,14 +264,14 @@ class DiskMethod(SyncMethod):
         with self._lock:
             return self._engines.setdefault(url, made)
 
-    def _resolved(self, model_tag: str, version: Version) -> Version:
+    def _resolved(self, model_id: str, version: Version) -> Version:
         unnamed = version.run_id == UNNAMED
-        if not unnamed and version in self._folder.versions(model_tag):
+        if not unnamed and version in self._folder.versions(model_id):
             return version
-        latest = self._folder.latest(model_tag)
+        latest = self._folder.latest(model_id)
         if latest is None or not (unnamed or latest.run_id == version.run_id) or latest.number < version.number:
             raise VersionError(
-                f"{self._folder.root} has no {version} of model {model_tag!r}; the latest is {latest}: publish a "
+                f"{self._folder.root} has no {version} of model {model_id!r}; the latest is {latest}: publish a "
                 f"version before the controller is told of it{', and name its run and number' if unnamed else ''}",
                 version=str(version),
             )
@@ -310,13 +310,13 @@ class DiskMethod(SyncMethod):
 
     def _told(
         self,
-        model_tag: str,
+        model_id: str,
         version: Version,
         members: Sequence[str],
         errors: Mapping[str, WeightSyncError],
         state_left: str,
     ) -> SyncFailedError:
-        self.peers.note_failed(model_tag, errors)
+        self.peers.note_failed(model_id, errors)
         with self._lock:
             for url in errors:  # it is met anew: what it can may have changed
                 self._known.pop(url, None)

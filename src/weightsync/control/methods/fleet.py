@@ -169,7 +169,7 @@ class FleetMethod(SyncMethod):
             self._client(found[0].url).check_versions(request)
         return bool(found)
 
-    def _sync(self, model_tag: str, versions: Set, spans: Spans) -> int:
+    def _sync(self, model_id: str, versions: Set, spans: Spans) -> int:
         key = tuple(each.model_id for each in versions)
         with self._lock:
             before = self._running.get(key)
@@ -193,7 +193,7 @@ class FleetMethod(SyncMethod):
         else:
             with spans.of("transfer", who="the other models of the set"):
                 run.result(self._prepare_timeout_s + self._commit_timeout_s + self.pool.lease_s)
-        return next(each.version for each in versions if each.model_id == model_tag)
+        return next(each.version for each in versions if each.model_id == model_id)
 
     def evict_failed(self, model_tag: str) -> Sequence[str]:
         """They come in again when they have caught up. Returns when they answer no more."""
@@ -431,8 +431,8 @@ class FleetMethod(SyncMethod):
             with self._lock:
                 self._lock.wait(_LOOK_S)  # a lease that ends tells nobody
 
-    def _sender_of(self, model_tag: str) -> str | None:
-        published = self.barrier.published().get(model_tag)
+    def _sender_of(self, model_id: str) -> str | None:
+        published = self.barrier.published().get(model_id)
         return None if published is None else published.sender_endpoint
 
     def _wake(self) -> None:
@@ -440,5 +440,5 @@ class FleetMethod(SyncMethod):
             self._lock.notify_all()
 
 
-def _named(model_tag: str, version: Version, sender: str) -> ModelVersion:
-    return ModelVersion(model_id=model_tag, run_id=version.run_id, version=version.number, sender_endpoint=sender)
+def _named(model_id: str, version: Version, sender: str) -> ModelVersion:
+    return ModelVersion(model_id=model_id, run_id=version.run_id, version=version.number, sender_endpoint=sender)

@@ -198,21 +198,21 @@ class VersionFolder:
 
     # --- what both share ---
 
-    def _model(self, model_tag: str) -> Path:
-        if not model_tag:
+    def _model(self, model_id: str) -> Path:
+        if not model_id:
             raise InvalidRequestError("model_tag has at least one character")
-        model = self.root / as_name(model_tag)
+        model = self.root / as_name(model_id)
         if model.is_symlink():
             raise ConfigError(f"{model} is a link: it may lead out of {self.root}")
         return model
 
-    def _final(self, model_tag: str, version: Version) -> Path:
-        return self._model(model_tag) / f"{as_name(version.run_id)}-{version.number}"
+    def _final(self, model_id: str, version: Version) -> Path:
+        return self._model(model_id) / f"{as_name(version.run_id)}-{version.number}"
 
     @contextlib.contextmanager
-    def _publisher(self, model_tag: str, version: Version) -> Iterator[tuple[Path, Path]]:
+    def _publisher(self, model_id: str, version: Version) -> Iterator[tuple[Path, Path]]:
         """The model's folder and the version's place in it, for one publisher at a time."""
-        final = self._final(model_tag, version)
+        final = self._final(model_id, version)
         model = final.parent
         self.root.mkdir(exist_ok=True)
         model.mkdir(exist_ok=True)
@@ -222,18 +222,18 @@ class VersionFolder:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise SyncInProgressError(
-                    f"another publisher writes a version of model {model_tag!r} into {self.root}", version=str(version)
+                    f"another publisher writes a version of model {model_id!r} into {self.root}", version=str(version)
                 ) from error
             try:
                 for left in model.iterdir():
                     if _LEFT.fullmatch(left.name):
                         _remove(left)
-                last = self.latest(model_tag)
+                last = self.latest(model_id)
                 if final.exists() or (
                     last is not None and last.run_id == version.run_id and last.number >= version.number
                 ):
                     raise VersionError(
-                        f"{version} of model {model_tag!r} is there already, or is older than {last}",
+                        f"{version} of model {model_id!r} is there already, or is older than {last}",
                         version=str(version),
                         state_left="nothing was published",
                     )
@@ -241,13 +241,13 @@ class VersionFolder:
             finally:
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
-    def _settle(self, model: Path, written: Path, final: Path, model_tag: str, version: Version) -> Path:
+    def _settle(self, model: Path, written: Path, final: Path, model_id: str, version: Version) -> Path:
         """What was written becomes the version, then the latest one."""
         files = _plain_tree(written)
         marks = list(self._marks(model))
         seq = 1 + max((mark.seq for _, mark in marks), default=0)
         mark = written / _MARK
-        mark.write_bytes(encode(_Mark(model_tag=model_tag, version=version, seq=seq)))
+        mark.write_bytes(encode(_Mark(model_tag=model_id, version=version, seq=seq)))
         for path in (mark, *files):
             _flush(path)
         _flush(written)
@@ -266,7 +266,7 @@ class VersionFolder:
             for path, _ in sorted(marks, key=lambda found: -found[1].seq)[self._keep - 1 :]:
                 _delete_unheld(path)
         except (OSError, UnsupportedError) as error:
-            _logger.warning("model %s: %s is published; what follows failed: %s", model_tag, version, error)
+            _logger.warning("model %s: %s is published; what follows failed: %s", model_id, version, error)
         return final
 
     def _marks(self, model: Path) -> Iterator[tuple[Path, _Mark]]:

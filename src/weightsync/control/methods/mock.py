@@ -132,35 +132,35 @@ class MockMethod(SyncMethod):
         """Ends the syncs that are waiting. Idempotent."""
         self._closed.set()
 
-    def _sync(self, model_tag: str, version: Version) -> int:
+    def _sync(self, model_id: str, version: Version) -> int:
         if self._delay_s and self._closed.wait(min(self._delay_s, self._timeout_s)):
             raise TransferAbortedError("the mock was closed", version=str(version))
         if self._delay_s > self._timeout_s:
             raise DeadlineExceededError(f"the mock takes longer than {self._timeout_s:g} s", version=str(version))
         with self._lock:
-            live = self.live(model_tag)
+            live = self.live(model_id)
             if not live:
-                raise NoEnginesError(f"every instance of model {model_tag!r} was evicted")
+                raise NoEnginesError(f"every instance of model {model_id!r} was evicted")
             if self._failures.get(version.number, 0):
                 self._failures[version.number] -= 1
-                self.peers.note_failed(model_tag, live[-1:])
+                self.peers.note_failed(model_id, live[-1:])
                 raise SyncFailedError(
                     f"1 of {len(live)} mock instances was told to fail",
                     causes={live[-1]: EngineError("told to fail", peer=live[-1])}, version=str(version),
                     state_left="nothing was moved",
                 )  # fmt: skip
-            self.peers.note_failed(model_tag)
-            before = self._served.get(model_tag)
+            self.peers.note_failed(model_id)
+            before = self._served.get(model_id)
             if before is None or before.run_id != version.run_id or version.is_newer_than(before):
-                self._served[model_tag] = version
-            return self._served[model_tag].number
+                self._served[model_id] = version
+            return self._served[model_id].number
 
     def _note(
         self,
         call: Literal["sync_weights", "trained", "evict_failed"],
-        model_tag: str,
+        model_id: str,
         version: Version | None,
         outcome: str,
     ) -> None:
         with self._lock:
-            self._asked.append(MockCall(call=call, model_tag=model_tag, version=version, outcome=outcome))
+            self._asked.append(MockCall(call=call, model_tag=model_id, version=version, outcome=outcome))

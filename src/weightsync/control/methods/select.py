@@ -92,8 +92,8 @@ def method_of(
 
 def _said(config: WeightSyncConfig) -> dict[str, float]:
     """The deadline of a sync, where the configuration has one of its own."""
-    said = "transfer_timeout_s" in config.transfer.model_fields_set
-    return {"timeout_s": config.transfer.transfer_timeout_s} if said else {}
+    given = "transfer_timeout_s" in config.transfer.model_fields_set
+    return {"timeout_s": config.transfer.transfer_timeout_s} if given else {}
 
 
 def _base_url(config: WeightSyncConfig, models: Sequence[str]) -> str:
