@@ -29,11 +29,10 @@ from weightsync.control.server import ControllerServer
 from weightsync.errors import InvalidRequestError
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Version
+from weightsync.types.control import UNNAMED
 
 LONG_S = 30.0
 Start = Callable[..., Child]
-RUN_ID = "a-trainer"
-"""What it publishes under; the document's calls name no run."""
 
 
 @pytest.fixture
@@ -300,7 +299,7 @@ def trainer_main(root: str, conn: Any) -> None:
     folder = VersionFolder(root)
 
     def publish(number: int) -> str:
-        version = Version(run_id=RUN_ID, number=number)
+        version = Version(run_id=UNNAMED, number=number)
         return str(folder.publish("default", version, lambda into: write_checkpoint(into, number)))
 
     _act(conn, {"publish": publish})
@@ -342,7 +341,7 @@ def test_disk_and_network_move_real_bytes_into_sglang(
         controller.train_worker_notify_weight_update("worker-0", "default")
         assert controller.rollout_service_state("default").rollout_model_version == number
         assert servers.ask("held") == [weights(number)] * num
-        assert servers.ask("versions") == [(f"{RUN_ID}/{number}", None)] * num
+        assert servers.ask("versions") == [(f"{UNNAMED}/{number}", None)] * num
     assert controller.sync_weight_to_rollout_service("default") is True
     if place == "server":
         return

@@ -17,9 +17,6 @@ from weightsync.types import Version
 from weightsync.types.control import BarrierStatus, InstanceStatus, SyncSpan
 from weightsync.types.fleet import ModelVersion
 
-UNNAMED = "unnamed"
-"""What a controller calls a run that no trainer has named. Its versions are counted: one more with each call."""
-
 
 class Peers:
     """What a method keeps of its peers, by model: who failed the last sync, and who was evicted. Thread-safe."""

@@ -31,7 +31,7 @@ from weightsync.control.events import (
 )
 from weightsync.control.history import SyncHistory
 from weightsync.control.locks import Lockable, ModuleLocks
-from weightsync.control.method import UNNAMED, SyncMethod
+from weightsync.control.method import SyncMethod
 from weightsync.control.state import (
     ModelState,
     Policy,
@@ -47,6 +47,7 @@ from weightsync.handles.fanout import in_thread
 from weightsync.observe import Recorder
 from weightsync.types import Deadline, Version
 from weightsync.types.control import (
+    UNNAMED,
     InstanceStatus,
     RolloutServiceState,
     SyncRecord,

@@ -43,11 +43,13 @@ class VllmHttpApi(JsonClient):
     Args:
         url: e.g. "http://127.0.0.1:8000".
         token: bearer token, for a proxy that asks for one: vLLM's own `--api-key` does not guard these routes.
-        verify: see `JsonClient`.
+        connect_timeout_s, verify: see `JsonClient`.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, verify: bool | str = True) -> None:
-        super().__init__(url, runs="a vLLM server", token=token, verify=verify)
+    def __init__(
+        self, url: str, *, token: str | None = None, connect_timeout_s: float = 3.0, verify: bool | str = True
+    ) -> None:
+        super().__init__(url, runs="a vLLM server", token=token, connect_timeout_s=connect_timeout_s, verify=verify)
         if self.url.endswith("/v1"):
             raise ConfigError(f"a vLLM server's URL ends before /v1: {self.url.removesuffix('/v1')}, not {url!r}")
 
@@ -165,11 +167,36 @@ class LlmLock:
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
+        self._look()
+        while not self._entered(thread):
+            self._look()
+
+    def _entered(self, thread: int) -> bool:
+        """Whether that thread has got it within `_LOOK_S`."""
         with self._changed:
-            while not self._changed.wait_for(lambda: self._user == thread or self._is_free(), _LOOK_S):
-                pass  # who wakes the `LLM` up by hand tells nobody
+            free = lambda: self._user == thread or not (self._is_taken or self._waiting or self.paused)  # noqa: E731
+            if not self._changed.wait_for(free, _LOOK_S):
+                return False
             self._user = thread
             self._depth += 1
+            return True
+
+    def _look(self) -> None:
+        """Asks whether it sleeps yet, where nobody uses it: who wakes it up by hand tells nobody. As a call, and so
+        without the condition: an engine that hangs keeps no call from its deadline.
+        """
+        with self._changed:
+            if self._is_taken or self._waiting or not self.paused:
+                return
+            self._called = True
+        paused = True
+        try:
+            paused = self._asleep()
+        finally:
+            with self._changed:
+                self.paused = paused
+                self._called = False
+                self._changed.notify_all()
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
@@ -198,12 +225,6 @@ class LlmLock:
     @property
     def _is_taken(self) -> bool:
         return self._user is not None or self._called
-
-    def _is_free(self) -> bool:
-        if self._is_taken or self._waiting:
-            return False
-        self.paused = self.paused and self._asleep()
-        return not self.paused
 
 
 class OfflineVllmApi:

@@ -117,7 +117,7 @@ class FleetMember:
 
     def start(self, url: str) -> None:
         """Starts to send heartbeats, from the service that listens at `url`."""
-        self._url = self._config.url_told(url)
+        self._url = url
         self._thread.start()
 
     def close(self) -> None:
@@ -327,7 +327,7 @@ class FleetMember:
         return HeartbeatRequest(
             instance_id=self._config.service_id,
             incarnation=self._incarnation,
-            url=self._url,
+            url=self._config.url_told(self._url),
             number=next(self._numbers),
             serves=tuple(serves),
             lacks=tuple(lacks),

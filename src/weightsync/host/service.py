@@ -130,7 +130,8 @@ class RolloutService:
         ):
             self.app.answer(method, path, handler)
         add_timeline(self.app, self.recorder, self._timeline)
-        config.url_told(f"http://{config.host}:{config.port}")  # before anything listens
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        config.url_told(f"http://{host}:{config.port}")  # before anything listens
         advertised = urlsplit(config.advertise or "").hostname
         self._server = ServerThread(
             self.app,

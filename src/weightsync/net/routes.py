@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import socket
 import struct
 from collections.abc import Iterable
@@ -44,14 +45,18 @@ def dialled(address: tuple[str, int], within: Deadline) -> socket.socket:
     raise failed or OSError("its name has no address")
 
 
-def own_address_towards(host: str) -> str:
+def own_address_towards(host: str, *, family: int = 0) -> str:
     """The address of this machine that `host` sees: a datagram socket that connects asks the routing table, and sends
     nothing.
+
+    Args:
+        host: the other machine.
+        family: of the address; 0: any.
 
     Raises:
         OSError: the name of that machine is not known here, or no route leads to it.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, address = socket.getaddrinfo(host, _ANY_PORT, family=family, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
@@ -97,15 +102,23 @@ def url_towards(url: str, caller: str, *, instead: str) -> str:
     if is_loopback(theirs) or not (host in ANY_ADDRESS or is_loopback(host)):
         return url
     try:
-        own = own_address_towards(theirs)
-        if is_loopback(own) or own in {str(place[0]) for *_, place in socket.getaddrinfo(theirs, None)}:
-            return url
+        own = _seen_by(theirs, socket.AF_INET if host == "0.0.0.0" else 0)
     except OSError:  # its name is not known yet, say
+        return url
+    if own is None:
         return url
     if is_loopback(host):
         raise ConfigError(f"{caller} is another machine, and can't reach {url}: {instead}")
     parts = urlsplit(url)
     return parts._replace(netloc=f"{f'[{own}]' if ':' in own else own}:{parts.port}").geturl()
+
+
+@functools.lru_cache(maxsize=64)  # not of what was raised
+def _seen_by(host: str, family: int) -> str | None:
+    """The address of this machine that `host` sees; None where it is this machine."""
+    own = own_address_towards(host, family=family)
+    there = {str(place[0]) for *_, place in socket.getaddrinfo(host, None, family=family)}
+    return None if is_loopback(own) or own in there else own
 
 
 def interface_towards(host: str) -> str | None:

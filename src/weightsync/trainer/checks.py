@@ -8,6 +8,7 @@ from weightsync.errors import ConfigError, InvalidRequestError, VersionError
 from weightsync.net.auth import check_exposure
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types.agent_config import AgentConfig
+from weightsync.types.control import UNNAMED
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.dtypes import dtype_name
 from weightsync.types.manifest import MAX_VERSION
@@ -68,6 +69,8 @@ def check_names(run_id: str | None, model_id: str) -> None:
     """Raises ConfigError where they are none, or don't fit into a segment's stamp."""
     if run_id is not None:
         check_config_id("run_id", run_id)
+    if run_id == UNNAMED:
+        raise ConfigError(f"run_id {run_id!r} is what a controller calls a run that nobody has named: take another one")
     if len(json.dumps([run_id or "", 2**63, model_id])) > _MAX_STAMP_BYTES:
         raise ConfigError("run_id and model_id are too long together to be written into a segment")
 

@@ -276,7 +276,7 @@ class WeightManager(Closing):
             same version again.
 
         Raises:
-            VersionError: a version that is not above the last one that was published. Nothing was changed.
+            VersionError: a version that is neither above the last nor the last, unpublished. Nothing was changed.
             TrainerRankError: a rank is gone.
             WeightSyncError: extraction or a copy failed on some rank, told on every rank; nothing was published.
         """

@@ -18,6 +18,9 @@ _MAX_NAME = 512
 _MAX_TEXT = 1000
 PlainValue: TypeAlias = float | int | str | bool | None
 
+UNNAMED = "unnamed"
+"""What a controller calls a run that no trainer has named. Its versions are counted: one more with each call."""
+
 
 def plain_values(result: Mapping[Any, Any]) -> dict[str, PlainValue]:
     """What JSON can say of a result: numbers of any library become numbers, what is no value becomes a text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -10,12 +11,13 @@ import msgspec
 from weightsync.clients.controller import ControllerClient
 from weightsync.errors import AuthError, ConfigError, InvalidRequestError, StateError, VersionError, WeightSyncError
 from weightsync.trainer.ranks import TrainingRanks
-from weightsync.types import SyncReport
+from weightsync.types import Deadline, SyncReport
 from weightsync.types.push_orders import PushOrder
 
 _WORKER = "trainer"
 _ORDER_S = 10.0
-"""So long rank 0 waits for the order of a sync that is under way."""
+"""So long rank 0 waits for the order of a sync that is under way; and, before the last one, for a validation's end."""
+_LOOK_S = 0.2
 _RETRY_S = 15.0
 """A retry that comes later than in so long is not waited for: the other ranks wait meanwhile."""
 
@@ -87,7 +89,7 @@ class OrderTaker:
                     return None
                 due, wait_s = True, _ORDER_S + retry_in_s
             elif last:
-                if client.rollout_service_state(self._model_id).waiting_for_validation is not None:
+                if not self._is_validated(client):
                     return None  # a sync would come behind it, when these ranks may have gone
                 due = not client.sync_weight_to_rollout_service(self._model_id, wait_s=0.0)
             else:
@@ -103,6 +105,15 @@ class OrderTaker:
             for order in taken:
                 self.done(order, error)
             raise
+
+    def _is_validated(self, client: ControllerClient) -> bool:
+        """Whether no validation runs; waits for its end for some seconds."""
+        deadline = Deadline(_ORDER_S)
+        while client.rollout_service_state(self._model_id).waiting_for_validation is not None:
+            if deadline.expired:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def done(self, order: PushOrder, outcome: SyncReport | WeightSyncError) -> None:
         """Reports how an order ended; every rank may call it. A controller that does not take it orders again."""

@@ -310,7 +310,8 @@ class Pusher(Closing):
             _logger.warning("the last version, %d, was not pushed: %s", number, failed)
         else:
             if report is None:
-                _logger.warning("the last version, %d, was not pushed: the controller ordered no push of it", number)
+                why = "the controller ordered no push of it, or a validation still runs"
+                _logger.warning("the last version, %d, was not pushed: %s", number, why)
 
 
 def _listed(engines: EngineLike | Sequence[EngineLike]) -> list[EngineLike]:

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, as_completed
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -31,6 +32,7 @@ from weightsync.handles.fanout import in_thread
 from weightsync.trainer.push import PushSync
 from weightsync.types import SyncReport, Version
 from weightsync.types.push_orders import NextPushRequest, PushDoneRequest, PushOrder
+from weightsync.verbs import order_taker
 from weightsync.verbs.order_taker import OrderTaker
 from weightsync.verbs.pushing import Pusher
 
@@ -336,19 +338,35 @@ def test_a_step_whose_push_failed_waits_for_no_retry_that_nobody_waits_for() -> 
         assert engines.num_pushes == 1
 
 
-def test_no_push_of_the_last_version_is_asked_for_that_nobody_is_left_to_make() -> None:
-    """It would come behind the validation. Seen red: rollout was locked for the time of all orders to come."""
+@pytest.mark.parametrize("ends", [False, True], ids=["long", "short"])
+def test_the_last_version_is_pushed_behind_a_validation_that_ends_in_time(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a longer one nobody is left to push. Seen red: rollout was locked for the time of all orders to come; and,
+    behind a short one, the last version was lost.
+    """
+    looks: list[float] = []
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if ends:
+            built.controller.end_validate("actor")
+
+    monkeypatch.setattr(order_taker, "time", SimpleNamespace(sleep=look))
+    monkeypatch.setattr(order_taker, "_ORDER_S", 10.0 if ends else 0.3)
     fleet = {"port": 0, "models": ["actor"]}
     config = {"sync_method": "push", "sync_mode": "batch-async", "staleness_threshold": 2, "validate_freq": 2}
     with build_controller({**config, "fleet": fleet}) as built:
-        with pusher_of(built.url, Engines("well")) as push:
+        with pusher_of(built.url, Engines("well", "well")) as push:
             for _ in range(3):
                 push.step()
             state = built.controller.rollout_service_state("actor")
             assert (state.rollout_model_version, state.waiting_for_validation is None) == (2, False)
-        built.controller.end_validate("actor")
+        if not ends:
+            built.controller.end_validate("actor")
         state = built.controller.rollout_service_state("actor")
-        assert (state.blocked, state.state, state.rollout_model_version) == (False, "running", 2)
+        assert (state.blocked, state.state, state.rollout_model_version) == (False, "running", 3 if ends else 2)
+        assert looks
 
 
 def test_another_method_orders_nothing() -> None:

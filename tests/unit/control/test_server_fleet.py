@@ -21,7 +21,7 @@ from weightsync.clients.async_controller import AsyncControllerClient
 from weightsync.clients.controller import ControllerClient
 from weightsync.control import server as server_module
 from weightsync.control.controller import WeightSyncController
-from weightsync.control.method import UNNAMED, SyncMethod
+from weightsync.control.method import SyncMethod
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
@@ -29,7 +29,7 @@ from weightsync.errors import AuthError, DeadlineExceededError, InvalidRequestEr
 from weightsync.handles.fanout import in_thread
 from weightsync.net.places import Places
 from weightsync.types import Version
-from weightsync.types.control import ValidationRun
+from weightsync.types.control import UNNAMED, ValidationRun
 from weightsync.types.fleet import HeartbeatRequest, ModelVersion
 
 TOKEN = "a-token-for-tests-only"

@@ -148,3 +148,27 @@ def test_who_wakes_it_up_by_hand_may_generate(waits: bool) -> None:
         assert not gets_it(api, within_s=0.05)
     llm.wake_up(tags=["scheduling"])
     assert gets_it(api)
+
+
+def test_an_engine_that_hangs_keeps_no_call_from_its_deadline() -> None:
+    """A user waits for its end meanwhile. Seen red: it asked under the lock, and no call ended."""
+    llm, answers, asked = Llm(), threading.Event(), threading.Event()
+    api = OfflineVllmApi(llm)
+    api.pause("keep", clear_cache=True, timeout_s=SOON_S)
+
+    def hangs() -> bool:
+        asked.set()
+        return not answers.wait(3 * SOON_S)
+
+    llm.llm_engine.is_sleeping = hangs
+
+    def use() -> None:
+        with api.lock:
+            pass
+
+    user = in_thread(use, name="user")
+    assert asked.wait(SOON_S)
+    with pytest.raises(DeadlineExceededError):
+        api.resume(timeout_s=0.2)
+    answers.set()
+    user.result(SOON_S)

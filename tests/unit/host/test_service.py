@@ -290,11 +290,12 @@ def test_a_run_that_takes_over_while_the_one_before_is_loaded_waits_for_no_commi
 
 def test_a_host_that_its_controller_can_not_reach_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: it joined, was lent a lease, and each sync failed: its controller called itself."""
-    monkeypatch.setattr(routes, "own_address_towards", lambda host: "192.0.2.2")
+    monkeypatch.setattr(routes, "own_address_towards", lambda host, family: "192.0.2.2")
     lease = ServingLease(str(tmp_path / "lease"))
-    config = RolloutConfig(controller="http://192.0.2.7:8700", lease=lease)
-    with pytest.raises(ConfigError, match=r"is another machine, and can't reach http://127\.0\.0\.1:.*--advertise"):
-        RolloutService({MODEL: Engine("a")}, config)
+    for host in ("127.0.0.1", "::1"):
+        config = RolloutConfig(controller="http://192.0.2.7:8700", lease=lease, host=host)
+        with pytest.raises(ConfigError, match=r"is another machine, and can't reach http://.*1\]?:.*--advertise"):
+            RolloutService({MODEL: Engine("a")}, config)
     lease.release()
 
 

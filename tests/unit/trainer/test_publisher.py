@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.standins.processes import run_ranks
-from weightsync.errors import EngineUnreachableError, InvalidRequestError, StateError
+from weightsync.errors import ConfigError, EngineUnreachableError, InvalidRequestError, StateError
 from weightsync.trainer import publisher
 from weightsync.trainer.agent_run import AgentRun
 from weightsync.trainer.publisher import WeightManager
@@ -58,6 +58,12 @@ def _one_can_not(rank: int, world_size: int, what: str) -> str:
     if what == "memory" and rank == 1:
         publisher.host_nonce = refused
     return outcome(WeightManager("m", run_id="" if what == "name" and rank == 1 else None))
+
+
+def test_a_run_has_no_name_that_a_controller_gives_to_none() -> None:
+    """Seen red: its fleet was told of nothing, and each sync failed: nobody had said which agent has the model."""
+    with pytest.raises(ConfigError, match="run_id 'unnamed' is what a controller calls a run that nobody has named"):
+        WeightManager("m", run_id="unnamed").start()
 
 
 @pytest.mark.parametrize(

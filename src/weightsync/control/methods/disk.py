@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weightsync.control.method import UNNAMED, Peers, SyncMethod
+from weightsync.control.method import Peers, SyncMethod
 from weightsync.control.methods.disk_engines import (
     DiskEngine,
     DiskSettings,
@@ -33,6 +33,7 @@ from weightsync.handles.fanout import call_all
 from weightsync.handles.probe import Capabilities, Feature, probe, served_models
 from weightsync.handles.sglang_api import SGLangApi, SGLangRouter
 from weightsync.types import Deadline, Version
+from weightsync.types.control import UNNAMED
 from weightsync.types.deadline import check_wait_s
 from weightsync.update.session import unequal
 
@@ -119,8 +120,7 @@ class DiskMethod(SyncMethod):
                 self._engine(url)
 
     def sync_weights(self, model_tag: str, version: Version) -> int:
-        """See `SyncMethod.sync_weights`. Loads this version where it is there still, else the latest one of its run;
-        of a run that nobody has named the latest of all, which counts as the number that was asked for.
+        """See `SyncMethod.sync_weights`. Loads this version where it is there still, else the latest one of its run.
 
         Raises:
             InvalidRequestError: there is no such model.
@@ -131,8 +131,8 @@ class DiskMethod(SyncMethod):
         """
         deadline = Deadline(_PROBE_S * len(self._urls.get(model_tag, ())))
         members = self._members(model_tag, deadline, version)
-        self._asked[model_tag] = asked = version
-        version = self._resolved(model_tag, asked)
+        self._asked[model_tag] = version
+        version = self._resolved(model_tag, version)
         with self._folder.held(model_tag, version) as folder:
             path = self._engine_root / folder.relative_to(self._folder.root)
             errors: dict[str, WeightSyncError] = {}
@@ -146,7 +146,7 @@ class DiskMethod(SyncMethod):
             left = [f"{', '.join(served)} serve {version}"] if served else []
             left += [f"{url}: {error.state_left or 'not known'}" for url, error in sorted(errors.items())]
             raise self._told(model_tag, version, members, errors, "; ".join(left))
-        return asked.number if asked.run_id == UNNAMED else version.number
+        return version.number
 
     def evict_failed(self, model_tag: str) -> Sequence[str]:
         """See `SyncMethod.evict_failed`; and `DiskMethod` for when they take part again."""
@@ -265,14 +265,14 @@ class DiskMethod(SyncMethod):
             return self._engines.setdefault(url, made)
 
     def _resolved(self, model_id: str, version: Version) -> Version:
-        unnamed = version.run_id == UNNAMED
-        if not unnamed and version in self._folder.versions(model_id):
+        if version in self._folder.versions(model_id):
             return version
         latest = self._folder.latest(model_id)
-        if latest is None or not (unnamed or latest.run_id == version.run_id) or latest.number < version.number:
+        if latest is None or latest.run_id != version.run_id or latest.number < version.number:
+            named = ", and name its run and number then" if version.run_id == UNNAMED else ""
             raise VersionError(
                 f"{self._folder.root} has no {version} of model {model_id!r}; the latest is {latest}: publish a "
-                f"version before the controller is told of it{', and name its run and number' if unnamed else ''}",
+                f"version before the controller is told of it{named}",
                 version=str(version),
             )
         return latest

@@ -24,7 +24,7 @@ from weightsync.clients.agent import AgentClient
 from weightsync.clients.host import RolloutClient
 from weightsync.control.barrier import VersionBarrier
 from weightsync.control.instance import Member
-from weightsync.control.method import UNNAMED, Peers, SyncMethod
+from weightsync.control.method import Peers, SyncMethod
 from weightsync.control.methods.claims import Once, asking_about, failed_error, named
 from weightsync.control.methods.spans import Spans
 from weightsync.control.policy import CommitPolicy
@@ -43,7 +43,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Deadline, Version
-from weightsync.types.control import BarrierStatus, InstanceStatus, SyncSpan
+from weightsync.types.control import UNNAMED, BarrierStatus, InstanceStatus, SyncSpan
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.fleet import CommitVersionsRequest, ModelVersion, PrepareReply, PrepareRequest, ReleaseRequest
 from weightsync.types.service import ServiceStatus

