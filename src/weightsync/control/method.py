@@ -122,8 +122,8 @@ class SyncMethod(abc.ABC):
         """Told of each version when it was trained, before any sync. Quick.
 
         Args:
-            model_tag, version: what. A run that nobody has named is `UNNAMED`, and a number that nobody has named is
-                the one that a sync of it would ask for.
+            model_tag, version: what. A run that nobody has named is `types.control.UNNAMED`, and a number that nobody
+                has named is the one that a sync of it would ask for.
             sender_endpoint: URL of the agent that has it, where the trainer said so.
         """
 

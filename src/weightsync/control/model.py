@@ -145,8 +145,7 @@ class ModelControl:
 
     def trained(self, event: Trained, sender_endpoint: str | None = None) -> tuple[Action, ...]:
         """Feeds it, and tells the method before: it has to know a version before a sync of it starts, and nothing of
-        one that is refused. One after the other: no other run takes over in between. Where run or number is not named
-        it is told what a sync would ask for, when that moves.
+        one that is refused. No other run takes over in between. What is not named is told as a sync would ask for it.
         """
         with self._trained:
             before = self.state

@@ -65,12 +65,17 @@ def check_deltas(config: AgentConfig) -> None:
         raise ConfigError(f"delta_device is a device as torch names it, 'cuda' say, not {config.delta_device!r}")
 
 
-def check_names(run_id: str | None, model_id: str) -> None:
-    """Raises ConfigError where they are none, or don't fit into a segment's stamp."""
+def check_run_id(run_id: str | None) -> None:
+    """Raises ConfigError where it is none, or a controller's own."""
     if run_id is not None:
         check_config_id("run_id", run_id)
     if run_id == UNNAMED:
         raise ConfigError(f"run_id {run_id!r} is what a controller calls a run that nobody has named: take another one")
+
+
+def check_names(run_id: str | None, model_id: str) -> None:
+    """Raises ConfigError where they are none, or don't fit into a segment's stamp."""
+    check_run_id(run_id)
     if len(json.dumps([run_id or "", 2**63, model_id])) > _MAX_STAMP_BYTES:
         raise ConfigError("run_id and model_id are too long together to be written into a segment")
 

@@ -45,6 +45,7 @@ from weightsync.extract.grouping import PlannedChunk
 from weightsync.extract.registry import check_extractor
 from weightsync.handles.fanout import EngineFanout
 from weightsync.observe import Recorder
+from weightsync.trainer.checks import check_run_id
 from weightsync.trainer.engines import DESCRIBE_TIMEOUT_S, JoinedEngines
 from weightsync.trainer.extraction import LockstepExtraction
 from weightsync.trainer.push_session import PushSession, SyncParts
@@ -112,8 +113,7 @@ class PushSync:
         for name, seconds in (("transfer", transfer_timeout_s), ("join", join_timeout_s), ("pause", pause_timeout_s)):
             check_wait_s(f"{name}_timeout_s", seconds)
         check_config_id("model_id", model_id)
-        if run_id is not None:
-            check_config_id("run_id", run_id)
+        check_run_id(run_id)
         self.run_id = run_id
         self._transfer_timeout_s = transfer_timeout_s
         self._join_timeout_s = join_timeout_s

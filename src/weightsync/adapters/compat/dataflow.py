@@ -68,7 +68,7 @@ class RaaSPool:
         run_id = self._controller.method.run_of(model_id, sender_endpoint)
         asked = None if run_id is None else Version(run_id=run_id, number=version)
         self._controller.train_worker_notify_weight_update(
-            "trainer", model_id, run_id, version, sender_endpoint=sender_endpoint, timeout_s=timeout_s
+            "trainer", model_id, run_id, version, sender_endpoint=sender_endpoint, timeout_s=deadline.remaining_s
         )
         served = self._controller.sync_weight_to_rollout_service(model_id, timeout_s=deadline.remaining_s, of=asked)
         return {

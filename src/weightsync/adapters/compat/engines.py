@@ -7,6 +7,7 @@ A document's actor has one call for weights, `update_named_weights(request_dict)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import uuid
@@ -24,7 +25,14 @@ from weightsync.config import WeightSyncConfig
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.remote import RemoteWeightLoader as _RemoteLoader
 from weightsync.engine.worker import EngineWorker
-from weightsync.errors import ConfigError, EngineError, StateError, UnsupportedError, as_weightsync_error
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    StateError,
+    UnsupportedError,
+    as_weightsync_error,
+)
 from weightsync.handles.by_url import engine_at
 from weightsync.handles.fanout import EngineFanout
 from weightsync.load import base
@@ -50,6 +58,7 @@ from weightsync.types.engine import REQUEST_TYPES
 
 _OPS = {kind: op for op, kind in REQUEST_TYPES.items()}
 _CALLS = ("update_named_weights", "handle_weight_update", "update_weights")
+_MOMENT_S = 1.0
 _NO_ANSWER = "its handler answers nothing: return what receive_and_load_weights returns, and the proof is seen"
 
 
@@ -135,9 +144,14 @@ class VLLMWeightLoader(WeightLoader):
         engine: that has the worker, as `engine.worker`: vLLM's own; or an object with a `model`.
         drop_cache: drops the prefix cache, e.g. `llm.reset_prefix_cache`; the engine's own where it has one. No
             coroutine: it is called in a thread beside the event loop.
+
+    Raises:
+        ConfigError: it is a coroutine.
     """
 
     def __init__(self, engine: Any, *, drop_cache: Callable[[], Any] | None = None) -> None:
+        if inspect.iscoroutinefunction(drop_cache):
+            raise ConfigError("drop_cache is called in a thread beside the event loop: a coroutine would drop nothing")
         own = getattr(engine, "reset_prefix_cache", None)
         self.engine = engine
         self._drop_cache = drop_cache or (None if inspect.iscoroutinefunction(own) else own)
@@ -225,7 +239,8 @@ class ActorEngine:
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         """See `EngineHandle`. What the actor's own code raises is an EngineError with its words."""
         if op is EngineOp.DESCRIBE and self._group is None:
-            self._check_workers(timeout_s)
+            with contextlib.suppress(DeadlineExceededError):  # it makes its model, and is asked again before it joins
+                self._check_workers(min(_MOMENT_S, timeout_s / 2))
             return self._assumed(op, request)  # it has no receiver yet that could parse a request
         body = msgspec.to_builtins(request)
         said = body["update"] if op is EngineOp.UPDATE_WEIGHTS else {"op": op.value, **body}

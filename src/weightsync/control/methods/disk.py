@@ -120,7 +120,8 @@ class DiskMethod(SyncMethod):
                 self._engine(url)
 
     def sync_weights(self, model_tag: str, version: Version) -> int:
-        """See `SyncMethod.sync_weights`. Loads this version where it is there still, else the latest one of its run.
+        """See `SyncMethod.sync_weights`. Loads this version where it is there still, else the latest one of its run;
+        of the run without a name always the latest, which counts as the number that was asked for.
 
         Raises:
             InvalidRequestError: there is no such model.
@@ -131,8 +132,8 @@ class DiskMethod(SyncMethod):
         """
         deadline = Deadline(_PROBE_S * len(self._urls.get(model_tag, ())))
         members = self._members(model_tag, deadline, version)
-        self._asked[model_tag] = version
-        version = self._resolved(model_tag, version)
+        self._asked[model_tag] = asked = version
+        version = self._resolved(model_tag, asked)
         with self._folder.held(model_tag, version) as folder:
             path = self._engine_root / folder.relative_to(self._folder.root)
             errors: dict[str, WeightSyncError] = {}
@@ -146,7 +147,7 @@ class DiskMethod(SyncMethod):
             left = [f"{', '.join(served)} serve {version}"] if served else []
             left += [f"{url}: {error.state_left or 'not known'}" for url, error in sorted(errors.items())]
             raise self._told(model_tag, version, members, errors, "; ".join(left))
-        return version.number
+        return asked.number if asked.run_id == UNNAMED else version.number  # a new controller counts from 1 again
 
     def evict_failed(self, model_tag: str) -> Sequence[str]:
         """See `SyncMethod.evict_failed`; and `DiskMethod` for when they take part again."""
@@ -265,7 +266,8 @@ class DiskMethod(SyncMethod):
             return self._engines.setdefault(url, made)
 
     def _resolved(self, model_id: str, version: Version) -> Version:
-        if version in self._folder.versions(model_id):
+        versions = self._folder.versions(model_id)
+        if version in versions and version.run_id != UNNAMED:
             return version
         latest = self._folder.latest(model_id)
         if latest is None or latest.run_id != version.run_id or latest.number < version.number:

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.adapters.compat.engines import InferenceEngineClient, VLLMWeightLoader, WeightLoader
+from weightsync.adapters.compat.engines import ActorEngine, InferenceEngineClient, VLLMWeightLoader, WeightLoader
 from weightsync.adapters.compat.extractors import WeightChunk
 from weightsync.adapters.compat.sender import CudaIpcTransferSender
 from weightsync.adapters.compat.strategy import CudaIpcTransferStrategy
-from weightsync.errors import StateError, SyncFailedError
+from weightsync.errors import ConfigError, StateError, SyncFailedError
 from weightsync.load import vllm
 from weightsync.testing.contracts import manifest_of
-from weightsync.types import Deadline, DescribeRequest, Full, Version
+from weightsync.types import Deadline, DescribeRequest, EngineOp, Full, Version
 
 
 class Assigns(WeightLoader):
@@ -202,3 +202,26 @@ def test_what_vllm_has_cached_of_the_old_weights_is_dropped_at_a_commit(monkeypa
     with pytest.raises(StateError, match="did not drop its prefix cache"):
         VLLMWeightLoader(Engine(False)).ours().commit(version)
     assert log == ["drop"]
+
+
+def test_an_actor_that_makes_its_model_yet_is_described_all_the_same() -> None:
+    """It is asked for its workers again before it joins. Seen red: the set-up failed."""
+
+    class Busy:
+        def __call__(self) -> int:
+            raise AssertionError("it is a Ray actor's")
+
+        def remote(self) -> Any:
+            return SimpleNamespace(future=Future)
+
+    engine = ActorEngine(SimpleNamespace(update_weights=print, world_size=Busy()), engine_id="actor-0")
+    assert engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=0.2).world_size == 1
+
+
+def test_a_coroutine_drops_no_cache() -> None:
+    """Seen red: it was never awaited, and answers went on with prefixes of the old weights."""
+
+    async def drop() -> None: ...
+
+    with pytest.raises(ConfigError, match="a coroutine would drop nothing"):
+        VLLMWeightLoader(SimpleNamespace(), drop_cache=drop)

@@ -123,6 +123,9 @@ def test_a_run_without_a_name_is_no_other_runs(place: Place) -> None:
     place.folder.publish("actor", nameless, lambda into: write_checkpoint(into, 9))
     assert method.sync_weights("actor", nameless) == 1
     assert (server.weight_version, held(server)) == ("unnamed/1", weights(9))
+    place.folder.publish("actor", Version(run_id=UNNAMED, number=5), lambda into: write_checkpoint(into, 5))
+    assert method.sync_weights("actor", nameless) == 1, "a controller that was started again counts from 1"
+    assert (server.weight_version, held(server)) == ("unnamed/5", weights(5))
 
 
 def test_a_worker_that_came_later_loads_too_and_one_server_needs_no_router(place: Place) -> None:
