@@ -158,11 +158,10 @@ def test_a_controller_on_ray_has_the_method_that_its_file_names(ray_cluster: Any
 
 
 def test_the_keys_of_the_fleet_count_there(ray_cluster: Any) -> None:
-    """`models`, `port`, `retries_s`, `after_failure`: seen from outside, of a method whose engine is not there."""
+    """`models`, `port`, `retries_s`, `after_failure`: seen from outside, of a method that is told of no agent."""
     port = free_port()
     config = {
-        "sync_method": "network", "sync_mode": "sync", "sync_weight_path": "w",
-        "inference_service": {"model": "m", "base_url": "http://127.0.0.1:1"},
+        "sync_method": "pull", "sync_mode": "sync",
         "fleet": {"models": ["a", "b"], "port": port, "retries_s": [0.01, 0.01], "after_failure": "keep"},
     }  # fmt: skip
     with launch_controller(config, placement=SMALL) as controller:
