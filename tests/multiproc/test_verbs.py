@@ -28,6 +28,7 @@ import weightsync
 from tests.multiproc.pull_kit import shm_of, wait_until
 from tests.multiproc.spine import TOKEN, build, cast_bytes, shard, step
 from tests.standins.processes import Child, children, free_port, run_ranks
+from tests.standins.threads import fail_starts
 from tests.unit.handles.sglang_kit import write_checkpoint
 from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.clients.host import RolloutClient
@@ -494,16 +495,9 @@ def test_who_could_not_be_waited_for_is_looked_at_again(monkeypatch: pytest.Monk
 
 def test_a_wait_that_can_not_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: RuntimeError on rank 0, and the others waited for it."""
-    start = threading.Thread.start
-
-    def starts(thread: threading.Thread) -> None:
-        if thread.name == "weightsync-wait":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
     with weightsync.publish(build(5), "actor", to="http://127.0.0.1:9", token=TOKEN, port=0) as publisher:
         publisher.step()
-        monkeypatch.setattr(threading.Thread, "start", starts)
+        fail_starts(monkeypatch, "weightsync-wait")
         assert publisher.wait_served(_LONG_S) == {"http://127.0.0.1:9": "can't start new thread"}
 
 

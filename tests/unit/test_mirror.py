@@ -204,6 +204,7 @@ ELSEWHERE = {
 OF_SEVERAL = {
     "cli/test_commands.py": "every command",
     "handles/test_hostile_servers.py": "every HTTP client",
+    "test_bench_control.py": "that bench/ runs",
     "test_bench_delta.py": "what bench/ trains",
     "test_docs_releases.py": "the tables of releases in docs/",
     "test_imports.py": "the whole library",

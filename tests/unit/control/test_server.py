@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.multiproc.pull_kit import wait_until
+from tests.standins.threads import fail_starts
 from weightsync.clients.async_controller import AsyncControllerClient
 from weightsync.clients.controller import ControllerClient
 from weightsync.control.controller import WeightSyncController
@@ -88,16 +89,10 @@ def test_a_batch_that_could_not_be_counted_is_not_counted_later(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen red: there was no thread, the caller heard of an error, said it again, and it counted twice."""
-    told, start = [], threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith(("asyncio", "weightsync-told")):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
+    told: list[str] = []
     monkeypatch.setattr(served.controller, "trajectory_pool_notify_batch_ready", told.append)
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        fail_starts(patched, "asyncio", "weightsync-told")
         with pytest.raises(WeightSyncError):
             served.client.trajectory_pool_notify_batch_ready("actor")
     served.client.trajectory_pool_notify_batch_ready("actor")

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.standins.threads import fail_starts
 from weightsync.errors import (
     ConfigError,
     DeadlineExceededError,
@@ -187,14 +188,7 @@ def test_a_thread_hands_on_whatever_its_function_raises() -> None:
 
 def test_a_call_that_can_t_be_started_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not raise: whoever started others before it waits for them."""
-    start = threading.Thread.start
-
-    def starts(thread: threading.Thread) -> None:
-        if thread.name == "t":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", starts)
+    fail_starts(monkeypatch, "t")
     assert "new thread" in str(in_thread(lambda: None, name="t").exception(0))
 
 

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.standins.threads import fail_starts
 from tests.unit.host.service_kit import MODEL, NEWS, Agent, Engine, World, wait_until, world
 from weightsync.clients.host import RolloutClient
 from weightsync.errors import (
@@ -45,20 +46,6 @@ from weightsync.types.fleet import ModelVersion, PrepareRequest
 __all__ = ["world"]
 
 OLD, NEW, BAD = "http://old:1", "http://new:1", "http://bad:1"
-
-
-def fail_starts(monkeypatch: pytest.MonkeyPatch, *names: str, times: int = 1) -> list[str]:
-    """The next threads of these names can't be started; who they were."""
-    original, failed = threading.Thread.start, []
-
-    def start(self: threading.Thread) -> None:
-        if self.name.startswith(names) and len(failed) < times:
-            failed.append(self.name)
-            raise RuntimeError("can't start new thread")
-        original(self)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    return failed
 
 
 def loses_an_answer(engine: Engine, op: EngineOp) -> threading.Event:
@@ -156,7 +143,7 @@ def test_a_thread_that_can_t_be_started_keeps_no_run_out(world: World, monkeypat
     world.serve("a")
     world.register(NEW)
     wait_until(lambda: world.agents[NEW].num_asked and world.asks_nobody, "it was asked")
-    failed = fail_starts(monkeypatch, "weightsync-ask-agent")
+    failed = fail_starts(monkeypatch, "weightsync-ask-agent", times=1)
     with pytest.raises(Exception, match="new thread"):
         world.notify(NEW, "r2", 0)
     assert failed
@@ -558,7 +545,7 @@ def test_an_engine_that_never_answered_is_an_error_before_the_first_version(worl
 def test_a_look_that_fails_ends_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.agents = {OLD: Agent("r1", 1)}
     world.serve("a")
-    failed = fail_starts(monkeypatch, "weightsync-ask-a")
+    failed = fail_starts(monkeypatch, "weightsync-ask-a", times=1)
     wait_until(lambda: failed, "a look failed")
     world.agents[OLD].number = 2
     assert world.notify(OLD, "r1", 2).version == 2
@@ -582,7 +569,7 @@ def test_a_load_that_can_t_be_started_leaves_no_other_alone(world: World, monkey
     world.agents = {OLD: Agent("r1", 1)}
     world.serve("a", "b")
     hold = world.engines["a"].holds[EngineOp.STAGE] = threading.Event()
-    failed = fail_starts(monkeypatch, "weightsync-load-b")
+    failed = fail_starts(monkeypatch, "weightsync-load-b", times=1)
     world.agents[OLD].number = 2
     world.notify(OLD, "r1", 2, wait_s=None)
     wait_until(lambda: EngineOp.STAGE in world.engines["a"].calls[6:], "a reads")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
+from tests.standins.threads import fail_starts
 from tests.unit.host.service_kit import wait_until
 from weightsync.clients.agent import AgentClient
 from weightsync.clients.store import StoreClient
@@ -203,18 +204,11 @@ def test_an_agent_of_another_model_is_no_agent(agent: Agent) -> None:
 
 
 def test_a_thread_that_can_t_be_started_is_told_and_tried_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def fails(thread: threading.Thread) -> None:
-        if thread.name.startswith("weightsync-ask-agent"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
     with contextlib.closing(Kit(poll_s=None)) as kit:
         with kit.changed:
             kit.run.know(agent.url)
             with monkeypatch.context() as patched:
-                patched.setattr(threading.Thread, "start", fails)
+                fail_starts(patched, "weightsync-ask-agent")
                 with pytest.raises(StateError, match="new thread"):
                     kit.upstream.look()
             kit.upstream.look()

@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from tests.standins.processes import Child, children
+from tests.standins.threads import fail_starts
 from weightsync.errors import GroupJoinError, StateError, TransferAbortedError
 from weightsync.handles.fanout import in_thread
 from weightsync.transfer import native
@@ -228,13 +229,6 @@ def test_a_trainer_that_is_stopped_costs_a_worker_the_join_timeout_and_no_more(s
 
 def test_without_a_thread_no_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: a bare RuntimeError."""
-    start = threading.Thread.start
-
-    def starts(thread: threading.Thread) -> None:
-        if thread.name == "t":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", starts)
+    fail_starts(monkeypatch, "t")
     with pytest.raises(StateError, match="no thread can be started for a group"):
         NativeThread("t")

@@ -27,7 +27,8 @@ def done(awaited: Awaitable[_T]) -> _T:
     async def whole() -> _T:
         return await awaited
 
-    return _off_the_loop(asyncio.run, whole())
+    with ThreadPoolExecutor(1) as beside:
+        return _off_the_loop(asyncio.run, whole(), beside)
 
 
 def each_of(source: AsyncIterator[_T]) -> Iterator[_T]:
@@ -37,22 +38,34 @@ def each_of(source: AsyncIterator[_T]) -> Iterator[_T]:
         return await anext(source, _END)
 
     loop = asyncio.new_event_loop()
-    try:
-        while (one := _off_the_loop(loop.run_until_complete, following())) is not _END:
-            yield one
-    finally:
-        _off_the_loop(loop.run_until_complete, loop.shutdown_asyncgens())
-        loop.close()
+    with ThreadPoolExecutor(1) as beside:  # one thread for all of it: what torch holds by thread, no_grad say, lasts
+        try:
+            while (one := _off_the_loop(loop.run_until_complete, following(), beside)) is not _END:
+                yield one
+        finally:
+            _off_the_loop(loop.run_until_complete, loop.shutdown_asyncgens(), beside)
+            loop.close()
 
 
-def _off_the_loop(run: Callable[[Coroutine[Any, Any, _T]], _T], step: Coroutine[Any, Any, _T]) -> _T:
+def _off_the_loop(run: Callable[[Coroutine[Any, Any, _T]], _T], step: Coroutine[Any, Any, _T], beside: Executor) -> _T:
     """In this thread, or in one beside it where an event loop runs in this one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return run(step)
-    with ThreadPoolExecutor(1) as beside:
-        return beside.submit(run, step).result()
+    return beside.submit(_on_this_gpu(lambda: run(step))).result()
+
+
+def _on_this_gpu(step: Callable[[], _T]) -> Callable[[], _T]:
+    """For another thread, which has none chosen."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def on_device() -> _T:
+        if device is not None:
+            torch.cuda.set_device(device)
+        return step()
+
+    return on_device
 
 
 def result_of(found: Any) -> Any:
@@ -62,15 +75,8 @@ def result_of(found: Any) -> Any:
 
 async def in_thread(step: Callable[[], _T], pool: Executor | None = None) -> _T:
     """What blocks, in a thread that has this one's GPU: one of `pool`, or of asyncio's few."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def on_device() -> _T:
-        if device is not None:
-            torch.cuda.set_device(device)
-        return step()
-
     context = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(pool, context.run, on_device)
+    return await asyncio.get_running_loop().run_in_executor(pool, context.run, _on_this_gpu(step))
 
 
 def answer_of(actor: Any, method: str, *args: Any, timeout_s: float, **named: Any) -> Any:

@@ -104,9 +104,9 @@ class RaaSPool:
             each.set()
 
 
-def _has(said: str | None, asked: Version | None) -> bool:
+def _has(served: str | None, asked: Version | None) -> bool:
     """Whether an instance has said that it serves this version, or a newer one of its run."""
-    run_id, _, number = (said or "").rpartition("/")
+    run_id, _, number = (served or "").rpartition("/")
     return asked is not None and run_id == asked.run_id and int(number) >= asked.number
 
 

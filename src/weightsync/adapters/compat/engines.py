@@ -115,7 +115,10 @@ class WeightLoader:
         self._receiver = receiver or self._receiver
         if self._receiver is None:
             raise StateError("no receiver has come here: receiver.receive_and_load_weights(request, loader)")
-        return serving.call(_OPS[type(request)], request, timeout_s=self._receiver.timeout_s)
+        op, timeout_s = _OPS[type(request)], self._receiver.timeout_s
+        if op is EngineOp.INIT:
+            timeout_s = max(timeout_s, self._receiver.join_timeout_s)
+        return serving.call(op, request, timeout_s=timeout_s)
 
     def _strategy(self, name: str) -> Joining:
         assert self._receiver is not None
@@ -243,8 +246,8 @@ class ActorEngine:
                 self._check_workers(min(_MOMENT_S, timeout_s / 2))
             return self._assumed(op, request)  # it has no receiver yet that could parse a request
         body = msgspec.to_builtins(request)
-        said = body["update"] if op is EngineOp.UPDATE_WEIGHTS else {"op": op.value, **body}
-        answer = self._answer(self._name, said, timeout_s=timeout_s)
+        message = body["update"] if op is EngineOp.UPDATE_WEIGHTS else {"op": op.value, **body}
+        answer = self._answer(self._name, message, timeout_s=timeout_s)
         if op is EngineOp.INIT:
             self._group, self._version = request.info.group_name, None  # type: ignore[union-attr]
         if answer is not None:

@@ -40,6 +40,7 @@ class WeightTransferReceiver:
 
     Attributes:
         timeout_s: how long a step, or one chunk, may take.
+        join_timeout_s: how long the step that joins the group may take, where that is longer.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class WeightTransferReceiver:
         rank_offset: int | None = None,
         cfg: Any = None,
     ) -> None:
-        self.timeout_s = config_of(cfg).transfer.transfer_timeout_s
+        transfer = config_of(cfg).transfer
+        self.timeout_s = transfer.transfer_timeout_s
+        self.join_timeout_s = transfer.join_timeout_s
         self._info, self._rank = info, rank_offset
         self._ours: base.WeightTransferReceiver | None = None
         self._joined: str | None = None
@@ -77,14 +80,14 @@ class WeightTransferReceiver:
         Raises:
             InvalidRequestError: it is none.
         """
-        said = dict(request_dict)
+        fields = dict(request_dict)
         try:
-            op = EngineOp(said.pop("op", EngineOp.UPDATE_WEIGHTS))
+            op = EngineOp(fields.pop("op", EngineOp.UPDATE_WEIGHTS))
             if op is not EngineOp.UPDATE_WEIGHTS:
-                return msgspec.convert(said, REQUEST_TYPES[op])
+                return msgspec.convert(fields, REQUEST_TYPES[op])
         except (ValueError, msgspec.ValidationError) as error:
             raise InvalidRequestError(f"this is no step of a push: {error}") from error
-        return UpdateRequest(update=base.parse_request(said))
+        return UpdateRequest(update=base.parse_request(fields))
 
     async def receive_and_load_weights(
         self, request: EngineRequest | Mapping[str, Any], loader: WeightLoader

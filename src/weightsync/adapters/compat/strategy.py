@@ -84,8 +84,8 @@ class WeightTransferStrategy:
         """
         arguments = ("master_addr", "master_port", "world_size", "group_name", "backend")
         values = (master_addr, master_port, world_size, group_name, backend)
-        said: dict[str, Any] = dict(zip(arguments, values, strict=True))
-        given = {name: value for name, value in said.items() if value not in (None, ...)}
+        named: dict[str, Any] = dict(zip(arguments, values, strict=True))
+        given = {name: value for name, value in named.items() if value not in (None, ...)}
 
         def make() -> WeightSyncInitInfo:
             if given and self.name != "broadcast":

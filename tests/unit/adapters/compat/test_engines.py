@@ -20,7 +20,7 @@ from weightsync.adapters.compat.strategy import CudaIpcTransferStrategy
 from weightsync.errors import ConfigError, StateError, SyncFailedError
 from weightsync.load import vllm
 from weightsync.testing.contracts import manifest_of
-from weightsync.types import Deadline, DescribeRequest, EngineOp, Full, Version
+from weightsync.types import Deadline, DescribeRequest, EngineOp, Full, InitRequest, Version
 
 
 class Assigns(WeightLoader):
@@ -225,3 +225,19 @@ def test_a_coroutine_drops_no_cache() -> None:
 
     with pytest.raises(ConfigError, match="a coroutine would drop nothing"):
         VLLMWeightLoader(SimpleNamespace(), drop_cache=drop)
+
+
+def test_joining_has_the_configs_time_to_join() -> None:
+    """Seen red: it had the transfer's, and the receiver gave up before its trainer."""
+    strategy, recorded, loader = CudaIpcTransferStrategy(), Recorded(), Assigns()
+    loader.__dict__["serving"] = recorded
+    cfg = {"transfer": {"transfer_timeout_s": 0.2, "join_timeout_s": 50.0}}
+
+    async def steps() -> None:
+        info = await strategy.create_init_info()
+        receiver = await strategy.create_receiver(cfg, info, 1)
+        loader.step(InitRequest(run_id="r", model_id="m", info=info, rank_offset=1), receiver)
+        loader.step(DescribeRequest(), receiver)
+
+    asyncio.run(steps())
+    assert recorded.seconds == [50.0, 0.2]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from tests.standins.threads import fail_starts
 from weightsync.engine.vllm import asked_audits
 from weightsync.engine.vllm.asked_audits import EVERY_VARIABLE, AskedAudits, merged_audits
 from weightsync.errors import EngineError, StateError
@@ -100,13 +101,6 @@ def test_what_a_worker_found_is_kept_under_the_name_that_asked() -> None:
 
 def test_one_that_can_have_no_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: who asked for it waited for it up to its deadline."""
-    start = threading.Thread.start
-
-    def none_left(thread: threading.Thread) -> None:
-        if thread.name == "weightsync-vllm-audit":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", none_left)
+    fail_starts(monkeypatch, "weightsync-vllm-audit")
     with pytest.raises(EngineError, match="can't start new thread"):
         AskedAudits(lambda: EngineReply(engine_id="e")).begin("a")

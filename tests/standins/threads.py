@@ -1,0 +1,27 @@
+"""Threads that can't be started, by name: the others of the process go on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+
+def fail_starts(patched: pytest.MonkeyPatch, *names: str, times: int | None = None) -> list[str]:
+    """The next threads whose names begin so can't be started; who they were.
+
+    Args:
+        patched: takes it back.
+        names: beginnings of names.
+        times: how many; None: all.
+    """
+    original, failed = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith(names) and (times is None or len(failed) < times):
+            failed.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        original(thread)
+
+    patched.setattr(threading.Thread, "start", start)
+    return failed
