@@ -171,8 +171,8 @@ class Case:
         def one(index: int, reader: DeltaReader) -> UnitChange | None:
             unit = self.units[index]
             memory = staging[unit.start : unit.end]
-            change = reader.decode(index, memory)
-            if change is not None:
+            change = reader.decode(index, memory, write=True)
+            if change is not None and change.positions is None:
                 change.apply(memory)
             return change
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -145,16 +146,18 @@ def prove_every_bit(bench: Bench, strategy: str) -> None:
 
 
 def time_ipc(bench: Bench, strategy: str) -> tuple[float, float]:
-    """Lends, opens and loads a chunk, and one of a quarter of its bytes; notes and gives two figures: the rate of the
-    bytes between as a share of that of copies on the device, and the seconds that a chunk costs whatever its size.
+    """Lends, opens and loads a chunk, and one of a quarter of its bytes, in turn; notes and gives two figures: the rate
+    of the bytes between as a share of that of copies on the device, and the seconds that a chunk costs whatever its size.
 
-    `packed_cuda_ipc` copies twice, into the bucket and out of it, so its yardstick is two copies.
+    `packed_cuda_ipc` copies twice, into the bucket and out of it, so its yardstick is two copies. The chunk is large:
+    opening a handle takes a millisecond more or less each time, in which a GPU of today copies 2 GiB.
     """
     num_copies = 2 if strategy == "packed_cuda_ipc" else 1
-    large, small = min(bench.num_bytes, 1 << 30), min(bench.num_bytes, 1 << 30) // 4
+    large = min(bench.num_bytes, bench.memory_bytes // 10)
+    small = large // 4
     with children() as start:
         lending = Lending(strategy, bench, start(engine_main, strategy, bench.device.type, talk=True))
-        large_s, small_s = (moved_s(bench, lending, num_bytes) for num_bytes in (large, small))
+        large_s, small_s = moved_s(bench, lending, (large, small))
         lending.close()
     copies_s, more_copies_s = (num_copies * bench.copy_s(num_bytes) for num_bytes in (large, large - small))
     each_s = small_s - (large_s - small_s) * small / (large - small)
@@ -164,20 +167,24 @@ def time_ipc(bench: Bench, strategy: str) -> tuple[float, float]:
     return rate, each_s
 
 
-def moved_s(bench: Bench, lending: Lending, num_bytes: int) -> float:
-    """Median seconds to lend, open and load eight tensors of so many bytes together."""
-    weights = {f"w{i}": torch.zeros(num_bytes // 16, dtype=torch.bfloat16) for i in range(8)}
-    chunk, moves = chunk_of(weights, bench.device), []
+def moved_s(bench: Bench, lending: Lending, sizes: Sequence[int]) -> list[float]:
+    """Of each size, the median seconds to lend, open and load eight tensors of so many bytes together."""
+    chunks = []
+    for size in sizes:
+        piece = torch.zeros(size // 16, dtype=torch.bfloat16, device=bench.device)
+        chunks.append(chunk_of({f"{size}.{i}": piece.clone() for i in range(8)}, bench.device))
+    moves: list[list[float]] = [[] for _ in sizes]
     for turn in range(3 * bench.repeats + 2):
-        bench.wait()
-        begin = time.perf_counter()
-        request = announced(lending.sender, lending.sharer, chunk, turn)
-        shared_s = time.perf_counter() - begin
-        lending.engine.conn.send(("time", request))
-        loaded_s = lending.engine.recv(60)
-        if turn > 1:
-            moves.append(shared_s + loaded_s)
-    return sorted(moves)[len(moves) // 2]
+        for which, chunk in enumerate(chunks):
+            bench.wait()
+            begin = time.perf_counter()
+            request = announced(lending.sender, lending.sharer, chunk, turn * len(chunks) + which)
+            shared_s = time.perf_counter() - begin
+            lending.engine.conn.send(("time", request))
+            loaded_s = lending.engine.recv(60)
+            if turn > 1:
+                moves[which].append(shared_s + loaded_s)
+    return [statistics.median(took) for took in moves]
 
 
 def prove_ipc(bench: Bench) -> None:

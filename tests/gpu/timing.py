@@ -38,6 +38,11 @@ class Bench:
         return self.device.type == "cuda"
 
     @property
+    def memory_bytes(self) -> int:
+        """Of the device."""
+        return torch.cuda.get_device_properties(self.device).total_memory if self.is_cuda else 1 << 40
+
+    @property
     def repeats(self) -> int:
         """How often things are timed."""
         return REPEATS if self.is_cuda else 2

@@ -64,14 +64,15 @@ def _differing(typing: Any, old: Any, new: Any, at: Any, like: Any) -> Any:
 
 
 def _prefetch(typing: Any, data: Any, at: Any) -> Any:
-    """Intrinsic: asks for the cache line of byte `at` of `data`; the address may be anything."""
+    """Intrinsic: asks for the cache line of byte `at` of `data`, into the second cache, which waits for more lines at
+    once than the first; the address may be anything."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = _address(context, builder, signature.args[0], arguments[0], arguments[1], ir.IntType(8))
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
         function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
-        builder.call(function, [place, number(0), number(3), number(1)])
+        builder.call(function, [place, number(0), number(2), number(1)])
         return context.get_dummy_value()
 
     return types.void(data, at), generate

@@ -32,7 +32,7 @@ STEP_ESCAPE = 7
 MAX_GAP_BITS = 8
 
 _BLOCKS = 128
-_AHEAD = 24
+_AHEAD = 128
 _GAP_ESCAPE = uint64(GAP_ESCAPE)
 _STEP_ESCAPE = uint64(STEP_ESCAPE)
 _0 = uint64(0)
@@ -362,9 +362,13 @@ def read_planes(
     return int64(0)
 
 
-@compiled(*(int64(_BYTES, read_only(uint32), writable(word), writable(word), uint64, uint64) for word in WORDS))
-def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips: Any) -> Any:
-    """From steps to elements: `was` becomes the old ones, `values` (the steps) the new ones. 0, or `BAD`."""
+@compiled(*(int64(_BYTES, read_only(uint32), writable(word), writable(word), uint64, uint64, int64) for word in WORDS))
+def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips: Any, write: Any) -> Any:
+    """From steps to elements: `was` becomes the old ones, `values` (the steps) the new ones. 0, or `BAD`.
+
+    With `write` the new ones are written over the old ones at once: their cache line is here then. Whoever asks for it
+    has checked that `old` may be written.
+    """
     width = int64(bits >> uint64(3))
     num_elements = int64(len(old)) // width
     if len(values) < len(positions) or len(was) < len(positions):
@@ -378,6 +382,8 @@ def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips
         before = load(old, place * width, was)
         was[index] = before
         values[index] = stepped(before, uint64(values[index]), bits, flips)
+        if write:
+            store(old, place * width, values[index])
     return int64(0)
 
 

@@ -48,8 +48,7 @@ class UnitChange:
             InvalidRequestError: `memory` is not of the unit's size, or not writable. Nothing was written.
         """
         _check_bytes(memory, self.unit)
-        if not memory.flags.writeable:
-            raise InvalidRequestError("a unit's memory has to be writable")
+        _check_writable(memory)
         if self.positions is None:
             memory[:] = self.new.view(np.uint8)
             return
@@ -99,19 +98,24 @@ class DeltaReader:
         """A unit's encoded bytes, not checked."""
         return self._blob[self._starts[index] : self._starts[index + 1]]
 
-    def decode(self, index: int, old: npt.NDArray[np.uint8]) -> UnitChange | None:
-        """The change of one unit; None where nothing changes. Writes nothing.
+    def decode(self, index: int, old: npt.NDArray[np.uint8], *, write: bool = False) -> UnitChange | None:
+        """The change of one unit; None where nothing changes.
 
         Args:
             old: the unit's bytes as they are, 1-D and contiguous, of any alignment.
+            write: writes the elements that change into `old` as they are found, which walks through memory once where
+                `apply` walks a second time. A full unit is not written: it would leave no old bytes to compare with.
 
         Raises:
             DeltaFormatError: the payload is damaged, or what it makes of these old bytes is not what it made of the
-                base. Elements that don't change are not looked at: a digest of the result proves those.
-            InvalidRequestError: `old` is not of the unit's size.
+                base. Elements that don't change are not looked at: a digest of the result proves those. With `write`
+                some or all may have been written.
+            InvalidRequestError: `old` is not of the unit's size, or not writable. Nothing was written.
         """
         unit, entry = self.units[index], self._entries[index]
         _check_bytes(old, unit)
+        if write:
+            _check_writable(old)
         if entry.form is Form.UNCHANGED:
             return None
         planes = coding()
@@ -121,7 +125,7 @@ class DeltaReader:
         positions, values = self.steps(index)
         was = np.empty(len(positions), unit.kind.word)
         bits, flips = planes.shape_of(unit)
-        if planes.kernels.take_steps(old, positions, values, was, bits, flips) == planes.kernels.BAD:
+        if planes.kernels.take_steps(old, positions, values, was, bits, flips, int(write)) == planes.kernels.BAD:
             raise AssertionError("positions were checked")
         if planes.kernels.sum_values(positions, values) != entry.values:
             raise DeltaFormatError("the old bytes of a unit are not those that its delta was made from")
@@ -143,3 +147,8 @@ class DeltaReader:
 def _check_bytes(memory: npt.NDArray[np.uint8], unit: Unit) -> None:
     if memory.dtype != np.uint8 or memory.shape != (unit.nbytes,) or not memory.flags.c_contiguous:
         raise InvalidRequestError(f"a unit of {unit.nbytes} bytes needs that many, contiguous, as uint8")
+
+
+def _check_writable(memory: npt.NDArray[np.uint8]) -> None:
+    if not memory.flags.writeable:
+        raise InvalidRequestError("a unit's memory has to be writable")

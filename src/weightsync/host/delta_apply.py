@@ -1,6 +1,6 @@
 """Applies deltas to a staging: unit by unit, on all cores, with the sum of what was really changed.
 
-    blob -> decode a unit beside the staging's own bytes -> write it -> sum of the change
+    blob -> decode a unit beside the staging's own bytes and write it -> sum of the change
     base's sum + changes == the sum that was published? else nothing here counts
 
 Each byte that changes is read and written once; the rest of the staging is only read where the delta's mode needs it.
@@ -112,17 +112,18 @@ class DeltaApplier:
         offset = self._start + unit.start
         memory = self._places.borrow(offset, unit.nbytes)
         bytes_now = self._places.get(offset, unit.nbytes) if memory is None else memory
-        change = reader.decode(index, bytes_now)
+        change = reader.decode(index, bytes_now, write=True)
         if change is None:
             return ShardSum.zero()
         total = self._sum_of(unit, change, bytes_now)
-        change.apply(bytes_now)
+        if change.positions is None:
+            change.apply(bytes_now)
         if memory is None:
             self._places.put(offset, bytes_now)
         return total
 
     def _sum_of(self, unit: Unit, change: UnitChange, bytes_now: npt.NDArray[np.uint8]) -> ShardSum:
-        """The sum of a change, and a note of its places; before it is written."""
+        """The sum of a change, and a note of its places; of a full unit before it is written."""
         total = ShardSum.zero()
         width = change.new.itemsize
         old = bytes_now.view(change.new.dtype) if change.old is None else change.old

@@ -85,6 +85,30 @@ def test_what_goes_in_comes_out(source: tuple[Bytes, Bytes, tuple[Unit, ...]], s
     assert np.array_equal(memory, new)
 
 
+@quick
+@given(sources(), st.booleans())
+def test_writing_at_once_is_decoding_and_applying(source: tuple[Bytes, Bytes, tuple[Unit, ...]], slow: bool) -> None:
+    """The change is the same, and a unit in a full form stays as it is. Seen red: stored before the step was made."""
+    old, new, units = source
+    reader = DeltaReader(blob_of(old, new, units, slow_link() if slow else fast_link()), units)
+    memory = old.copy()
+    for index, unit in enumerate(units):
+        part = memory[unit.start : unit.end]
+        apart, at_once = reader.decode(index, part), reader.decode(index, part, write=True)
+        if apart is None or at_once is None:
+            assert apart is at_once
+            continue
+        assert np.array_equal(apart.new, at_once.new)
+        if at_once.positions is None:
+            assert np.array_equal(part, old[unit.start : unit.end])
+            at_once.apply(part)
+        else:
+            assert np.array_equal(apart.positions, at_once.positions)
+            assert np.array_equal(apart.old, at_once.old)
+        assert np.array_equal(part, new[unit.start : unit.end])
+    assert np.array_equal(memory, new)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [0.0, 0.00005, 0.01, 0.2, 1.0])
 def test_each_kind_and_density(kind: ElementKind, share: float) -> None:
@@ -309,6 +333,9 @@ def test_memory_of_another_size_is_refused_and_left_alone() -> None:
     frozen.flags.writeable = False
     with pytest.raises(InvalidRequestError):
         change.apply(frozen)
+    with pytest.raises(InvalidRequestError, match="writable"):
+        reader.decode(0, frozen, write=True)
+    assert np.array_equal(frozen, old)
 
 
 def test_no_units_and_unaligned_memory() -> None:
