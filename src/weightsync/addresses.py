@@ -38,6 +38,32 @@ def check_addresses(addresses: Int64s, num_bytes: Int64s) -> None:
         )
 
 
+def memory_of(addresses: Int64s, num_bytes: Int64s) -> tuple[memoryview, list[int], list[int]]:
+    """One view of this process's memory from the first of these runs to the last, and where in it each starts and ends.
+
+    What lies between the runs need not be memory at all: whoever takes the view looks at the runs alone, while the
+    caller keeps them.
+
+    Raises:
+        UnsupportedError: as for `check_addresses`.
+    """
+    check_addresses(addresses, num_bytes)
+    there = addresses[num_bytes > 0]
+    first = int(there.min()) if len(there) else 0
+    starts = np.where(num_bytes > 0, addresses - first, 0)
+    ends = starts + num_bytes
+    if not len(there):
+        return memoryview(b""), starts.tolist(), ends.tolist()
+    return np.asarray(_Memory(first, int(ends.max()))).data, starts.tolist(), ends.tolist()
+
+
+class _Memory:
+    """Bytes at an address, for numpy."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__array_interface__ = {"version": 3, "data": (address, True), "shape": (num_bytes,), "typestr": "|u1"}
+
+
 def copy_runs(targets: Int64s, sources: Int64s, num_bytes: Int64s) -> None:
     """Copies runs of bytes from address to address, on the caller's thread, without the GIL.
 

@@ -147,7 +147,7 @@ def prove_every_bit(bench: Bench, strategy: str) -> None:
 
 def time_ipc(bench: Bench, strategy: str) -> tuple[float, float]:
     """Lends, opens and loads a chunk, and one of a quarter of its bytes, in turn; notes and gives two figures: the rate
-    of the bytes between as a share of that of copies on the device, and the seconds that a chunk costs whatever its size.
+    of the bytes between as a share of that of copies on the device, and the seconds of a chunk whatever its size.
 
     `packed_cuda_ipc` copies twice, into the bucket and out of it, so its yardstick is two copies. The chunk is large:
     opening a handle takes a millisecond more or less each time, in which a GPU of today copies 2 GiB.

@@ -271,19 +271,6 @@ def write_planes(
 
 
 @inlined
-def peek(data: Any, bit: Any, eight: Any) -> Any:
-    """At least 57 bits of `data` from bit `bit` on, lowest first; zeros behind its end."""
-    at = bit >> 3
-    if at + 8 <= len(data):
-        found = load(data, at, eight)
-    else:
-        found = _0
-        for step in range(len(data) - at):
-            found |= uint64(data[at + step]) << uint64(8 * step)
-    return found >> uint64(bit & 7)
-
-
-@inlined
 def _read_varint(data: Any, at: Any) -> Any:
     """(value, the byte behind it); `BAD` for the latter where it does not end or has more than 63 bits and one."""
     value = _0
@@ -335,11 +322,19 @@ def read_planes(
     step_mask = (_1 << step_shift) - _1
     most = ones(bits)
     most_high = most >> step_shift
+    last = int64(len(low)) - 8
     for index in range(number):
         pair = uint64(joint[index])
         gap = pair >> uint64(3)
         step = pair & uint64(7)
-        low_bits = peek(low, bit, eight)
+        at = bit >> 3
+        if at <= last:
+            low_bits = load(low, at, eight)
+        else:
+            low_bits = _0  # zeros behind its end
+            for step_bytes in range(len(low) - at):
+                low_bits |= uint64(low[at + step_bytes]) << uint64(8 * step_bytes)
+        low_bits >>= uint64(bit & 7)  # at least 57 bits of `low`, lowest first
         bit += gap_bits + step_bits
         if gap == _GAP_ESCAPE:
             more, at_gaps = _read_varint(gaps, at_gaps)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from weightsync.addresses import copy_runs
+from weightsync.addresses import memory_of
 from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, batches, map_all
 from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import split_box, whole_box
@@ -20,9 +20,6 @@ from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
 
 _RUN_BYTES = 4 << 20
 """What one thread takes at a time of a bucket."""
-
-_GATHERED = 64
-"""From so many small tensors on it is worth a compiled loop to lay them side by side."""
 
 _DEVICE_BYTES = 4 << 20
 """What one thread reads at a time of a GPU's tensor, into pinned memory that it keeps."""
@@ -105,19 +102,12 @@ def _batches(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
 
 
 def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
-    """`packed_digests` on the caller's thread: gathered by one compiled loop, so that none of them needs a view."""
-    if len(tensors) < _GATHERED or not are_plain(tensors):
+    """`packed_digests` on the caller's thread: plain ones through one view of memory, so that none needs its own."""
+    if not are_plain(tensors):
         return b"".join([packed_digest(tensor_digest(tensor)) for tensor in tensors])
-    sizes = sizes_bytes(tensors)
-    ends = np.cumsum(sizes)
-    gathered = np.empty(int(ends[-1]), np.uint8)
-    copy_runs(gathered.ctypes.data + ends - sizes, addresses(tensors), sizes)
-    memory, digest, start = gathered.data, xxhash.xxh3_128_digest, 0
-    found = []
-    for end in ends.tolist():
-        found.append(digest(memory[start:end]))
-        start = end
-    return b"".join(found)
+    memory, starts, ends = memory_of(addresses(tensors), sizes_bytes(tensors))
+    digest = xxhash.xxh3_128_digest
+    return b"".join([digest(memory[start:end]) for start, end in zip(starts, ends, strict=True)])
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     read: list[int] = []
     monkeypatch.setattr(module, "_is_there", lambda tensor: True)
     monkeypatch.setattr(module, "is_plain", lambda tensor: False)
+    monkeypatch.setattr(module, "are_plain", lambda tensors: False)
     monkeypatch.setattr(module, "_DEVICE_BYTES", PIECE_BYTES)
     monkeypatch.setattr(module, "PIECE_BYTES", 3 * PIECE_BYTES // 2)
     monkeypatch.setattr(module, "_staging", module._Staging())
