@@ -8,7 +8,7 @@
 # SOAK_WORKERS     the same of `make soak`, whose tests keep a machine busy.
 PYTHON ?= python3
 EXTRA_INDEX_URL ?=
-WORKERS ?= 4
+WORKERS ?= 5
 SOAK_WORKERS ?= 2
 
 VENV := .venv
