@@ -4,8 +4,8 @@ A worker takes one group of tests after the other. A group is a file, so that wh
 once; files that share more are named in TOGETHER. Groups that take long come first, so that short ones fill the end.
 At most two groups run a real engine at once: a vLLM or SGLang that starts keeps a core busy.
 A worker that has run Ray's tests ends with them: a process that was Ray's driver keeps threads that outlive the
-cluster, and no other test runs there. So they come when short ones alone are left for the others. The worker after the
-third begin then: the long ones keep two cores busy by three at a time, and short ones wait most of their time.
+cluster, and no other test runs there. So they come when short ones alone are left for the others. The workers after the
+fourth begin then: the long ones keep two cores busy by four at a time, and short ones wait most of their time.
 A test marked `alone` looks at the whole machine, or needs it quiet: no other test runs beside it.
 """
 

@@ -1,4 +1,4 @@
-"""Runs of bytes by their addresses: checks, and copies of many by one compiled loop. No torch.
+"""Runs of bytes by their addresses: checks, one view of many, and copies of many by one compiled loop. No torch.
 
 Importing this module does not import numba; the first copy does.
 """
@@ -26,7 +26,7 @@ def pieces(sizes: Int64s, piece_bytes: int) -> list[slice]:
 
 
 def check_addresses(addresses: Int64s, num_bytes: Int64s) -> None:
-    """Refuses runs of bytes that lie nowhere: a compiled loop would end the process.
+    """Refuses runs of bytes at address 0, where those of a freed storage lie: a look at them would end the process.
 
     Raises:
         UnsupportedError: a tensor has elements and no memory.
@@ -38,7 +38,7 @@ def check_addresses(addresses: Int64s, num_bytes: Int64s) -> None:
         )
 
 
-def memory_of(addresses: Int64s, num_bytes: Int64s) -> tuple[memoryview, list[int], list[int]]:
+def view_of_runs(addresses: Int64s, num_bytes: Int64s) -> tuple[memoryview, list[int], list[int]]:
     """One view of this process's memory from the first of these runs to the last, and where in it each starts and ends.
 
     What lies between the runs need not be memory at all: whoever takes the view looks at the runs alone, while the

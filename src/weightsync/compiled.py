@@ -89,6 +89,6 @@ def sources_digest(module: str) -> str:
 
 
 def inlined(function: Function) -> Function:
-    """A part of a compiled loop. Where it runs for each element it takes no array: numba 0.68 counts references to it
-    each time, which costs four times what the loop does."""
+    """A part of a compiled loop. What runs for each element takes no array: numba 0.68 counts references to it each
+    time, which costs four times what the loop does. What runs for few of them may."""
     return cast(Function, numba.njit(inline="always")(function))

@@ -109,7 +109,7 @@ def cast_together(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 
 
 def cast_runs(source: torch.dtype, places: Int64s, sizes: Int64s, wanted: torch.dtype) -> torch.Tensor | None:
-    """Runs of memory of one dtype, one behind the other in another one; None where there is a NaN.
+    """Runs of memory of one dtype, one behind the other in another one; None where there may be a NaN.
 
     What a NaN becomes may depend on where it stands: torch converts the last few elements in another loop. So each
     tensor has to be converted by itself then.
@@ -119,7 +119,7 @@ def cast_runs(source: torch.dtype, places: Int64s, sizes: Int64s, wanted: torch.
         places, sizes: address and bytes of each; the caller keeps the memory.
         wanted: of the result, 1-D.
     """
-    gathered = torch.empty(int(sizes.sum()) // source.itemsize, dtype=source)
+    gathered = torch.empty(int(sizes.sum()) // source.itemsize, dtype=source, device="cpu")
     copy_runs(gathered.data_ptr() + np.cumsum(sizes) - sizes, places, sizes)
     with torch.no_grad():  # the mode is the thread's own
         return None if _may_have_a_nan(gathered) else gathered.to(wanted)

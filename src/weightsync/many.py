@@ -1,4 +1,4 @@
-"""Many small tensors at once: whether they are plain, and where they lie. `addresses` copies from there.
+"""Many small tensors at once: whether they are plain, and where they lie. `addresses` copies and views what is there.
 
 A call into torch or numpy costs a microsecond or more for each tensor, which is nothing beside a large one, and most of
 what a model of 100,000 small ones costs.

@@ -33,6 +33,8 @@ from weightsync.types.transfer_messages import Transport
 STRATEGIES = ("cuda_ipc", "packed_cuda_ipc")
 CYCLES = 500_000_000
 """For `torch.cuda._sleep`: a quarter of a second, or so."""
+_IPC_BYTES = 8 << 30
+"""Of a chunk: opening a handle takes a millisecond more or less each time, in which a GPU of today copies 2 GiB."""
 WARM_PUSHES = 2
 """Handles are opened and memory is pinned in the first ones."""
 
@@ -149,11 +151,10 @@ def time_ipc(bench: Bench, strategy: str) -> tuple[float, float]:
     """Lends, opens and loads a chunk, and one of a quarter of its bytes, in turn; notes and gives two figures: the rate
     of the bytes between as a share of that of copies on the device, and the seconds of a chunk whatever its size.
 
-    `packed_cuda_ipc` copies twice, into the bucket and out of it, so its yardstick is two copies. The chunk is large:
-    opening a handle takes a millisecond more or less each time, in which a GPU of today copies 2 GiB.
+    `packed_cuda_ipc` copies twice, into the bucket and out of it, so its yardstick is two copies.
     """
     num_copies = 2 if strategy == "packed_cuda_ipc" else 1
-    large = min(bench.num_bytes, bench.memory_bytes // 10)
+    large = min(_IPC_BYTES, bench.memory_bytes // 10) if bench.is_cuda else bench.num_bytes
     small = large // 4
     with children() as start:
         lending = Lending(strategy, bench, start(engine_main, strategy, bench.device.type, talk=True))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.addresses import copy_runs, loops, memory_of, pieces
+from weightsync.addresses import copy_runs, loops, pieces, view_of_runs
 from weightsync.errors import MissingDependencyError, UnsupportedError
 
 
@@ -34,13 +34,13 @@ def test_one_view_shows_every_run_wherever_it_lies() -> None:
     held = [np.full(size, index, dtype=np.uint8) for index, size in enumerate((70_000, 3, 1 << 20, 5))]
     places = np.array([held[2].ctypes.data, 0, held[0].ctypes.data, held[3].ctypes.data, held[1].ctypes.data])
     sizes = np.array([1 << 20, 0, 70_000, 5, 3])
-    memory, starts, ends = memory_of(places, sizes)
+    memory, starts, ends = view_of_runs(places, sizes)
     assert memory.readonly
     found = [bytes(memory[start:end]) for start, end in zip(starts, ends, strict=True)]
     assert found == [bytes([2]) * (1 << 20), b"", bytes(70_000), bytes([3]) * 5, bytes([1]) * 3]
-    assert memory_of(places[1:2], sizes[1:2])[1:] == ([0], [0])
+    assert view_of_runs(places[1:2], sizes[1:2])[1:] == ([0], [0])
     with pytest.raises(UnsupportedError, match="no memory"):
-        memory_of(places, sizes + 1)
+        view_of_runs(places, sizes + 1)
 
 
 def test_what_lies_nowhere_is_refused_before_anything_is_written() -> None:

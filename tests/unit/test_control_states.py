@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import re
 import sys
@@ -26,17 +27,19 @@ def _picture() -> Any:
 
 
 picture = _picture()
+drawn_page = functools.cache(picture.page)
+explored = functools.cache(picture.explore)
 
 PAGE = ROOT / "docs" / "control-states.md"
 RENEW = "run: python docs/control_states.py > docs/control-states.md"
 
 
 def test_the_page_is_what_the_code_draws() -> None:
-    assert PAGE.read_text(encoding="utf-8") == picture.page(), RENEW
+    assert PAGE.read_text(encoding="utf-8") == drawn_page(), RENEW
 
 
 def test_it_can_be_read() -> None:
-    pictures = re.findall(r"```mermaid\n(.*?)```", picture.page(), re.DOTALL)
+    pictures = re.findall(r"```mermaid\n(.*?)```", drawn_page(), re.DOTALL)
     assert len(pictures) == 2
     for drawn in pictures:
         assert len(set(re.findall(r"^ +(\w+): ", drawn, re.MULTILINE))) <= 10
@@ -44,7 +47,7 @@ def test_it_can_be_read() -> None:
 
 
 def test_every_state_that_was_found_is_named_and_drawn() -> None:
-    for drawing in (picture.explore("sync", "batch-async"), picture.explore("fully-async")):
+    for drawing in (explored("sync", "batch-async"), explored("fully-async")):
         assert set(drawing.nodes) <= set(picture._WORDS)
         assert drawing.num_states > 500
         reached = {"running"}
@@ -54,13 +57,13 @@ def test_every_state_that_was_found_is_named_and_drawn() -> None:
 
 
 def test_what_must_hold_is_seen_in_it() -> None:
-    drawing = picture.explore("sync", "batch-async")
+    drawing = explored("sync", "batch-async")
     for name, facts in drawing.nodes.items():
         for phase, waits, pool, dataloader in facts:
             assert pool or not waits
             assert dataloader == (name == "validating"), "a sync leaves the dataloader free"
             assert waits == (name in ("need_sync", "retry", "syncing")), (name, phase)
-    assert not any(waits for facts in picture.explore("fully-async").nodes.values() for _, waits, *_ in facts)
+    assert not any(waits for facts in explored("fully-async").nodes.values() for _, waits, *_ in facts)
     lets_go = drawing.edges["need_sync", "running"]
     assert lets_go == {"batch dropped"}, "who waits for a step is let go by its sync, or where it gives no version"
 
@@ -74,6 +77,6 @@ def test_a_change_of_the_machine_changes_the_page(monkeypatch: pytest.MonkeyPatc
         after, actions = state.step(before, event, policy)
         return dataclasses.replace(after, overdue=False), actions
 
-    before = picture.page()
+    before = drawn_page()
     monkeypatch.setattr(picture, "step", never_late)
     assert picture.page() != before

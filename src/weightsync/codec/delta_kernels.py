@@ -357,16 +357,17 @@ def read_planes(
     return int64(0)
 
 
-@compiled(*(int64(_BYTES, read_only(uint32), writable(word), writable(word), uint64, uint64, int64) for word in WORDS))
-def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips: Any, write: Any) -> Any:
+@compiled(*(int64(_BYTES, read_only(uint32), writable(word), writable(word), uint64, uint64, _OUT) for word in WORDS))
+def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips: Any, target: Any) -> Any:
     """From steps to elements: `was` becomes the old ones, `values` (the steps) the new ones. 0, or `BAD`.
 
-    With `write` the new ones are written over the old ones at once: their cache line is here then. Whoever asks for it
-    has checked that `old` may be written.
+    The new ones are written into `target` as well, at once: where that is the memory of `old`, their cache line is here
+    then. An empty one stands for none.
     """
     width = int64(bits >> uint64(3))
     num_elements = int64(len(old)) // width
-    if len(values) < len(positions) or len(was) < len(positions):
+    write = len(target) > 0
+    if len(values) < len(positions) or len(was) < len(positions) or (write and len(target) != len(old)):
         return int64(BAD)
     for index in range(len(positions)):
         place = int64(positions[index])
@@ -378,7 +379,7 @@ def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips
         was[index] = before
         values[index] = stepped(before, uint64(values[index]), bits, flips)
         if write:
-            store(old, place * width, values[index])
+            store(target, place * width, values[index])
     return int64(0)
 
 

@@ -23,7 +23,7 @@ coding = functools.partial(loops, "weightsync.codec.delta_planes", needs="deltas
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class UnitChange:
-    """What a delta does to one unit. Values are absolute: applied twice it does what it does once.
+    """What a delta does to one unit. Values are absolute: `apply` twice does what it does once.
 
     Attributes:
         positions: uint32, rising: the elements that change, counted from the unit's first; None in a full unit,
@@ -61,7 +61,8 @@ class UnitChange:
 class DeltaReader:
     """A delta's blob. The head is checked here, each unit's payload when it is decoded.
 
-    Any number of threads may decode at once, the same unit as well.
+    Any number of threads may decode at once, the same unit as well. With `write` it is one for each memory, and once: a
+    second time steps on from what the first has written.
 
     Args:
         blob: the whole blob. It is borrowed: it must stay as it is while this, or a full unit's change, is in use.
@@ -109,7 +110,7 @@ class DeltaReader:
         Raises:
             DeltaFormatError: the payload is damaged, or what it makes of these old bytes is not what it made of the
                 base. Elements that don't change are not looked at: a digest of the result proves those. With `write`
-                some or all may have been written.
+                some or all of its elements may have been written.
             InvalidRequestError: `old` is not of the unit's size, or not writable. Nothing was written.
         """
         unit, entry = self.units[index], self._entries[index]
@@ -125,7 +126,8 @@ class DeltaReader:
         positions, values = self.steps(index)
         was = np.empty(len(positions), unit.kind.word)
         bits, flips = planes.shape_of(unit)
-        if planes.kernels.take_steps(old, positions, values, was, bits, flips, int(write)) == planes.kernels.BAD:
+        target = old if write else np.empty(0, np.uint8)
+        if planes.kernels.take_steps(old, positions, values, was, bits, flips, target) == planes.kernels.BAD:
             raise AssertionError("positions were checked")
         if planes.kernels.sum_values(positions, values) != entry.values:
             raise DeltaFormatError("the old bytes of a unit are not those that its delta was made from")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from weightsync.addresses import memory_of
+from weightsync.addresses import view_of_runs
 from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, batches, map_all
 from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import split_box, whole_box
@@ -105,7 +105,7 @@ def _digests_of_small(tensors: Sequence[torch.Tensor]) -> bytes:
     """`packed_digests` on the caller's thread: plain ones through one view of memory, so that none needs its own."""
     if not are_plain(tensors):
         return b"".join([packed_digest(tensor_digest(tensor)) for tensor in tensors])
-    memory, starts, ends = memory_of(addresses(tensors), sizes_bytes(tensors))
+    memory, starts, ends = view_of_runs(addresses(tensors), sizes_bytes(tensors))
     digest = xxhash.xxh3_128_digest
     return b"".join([digest(memory[start:end]) for start, end in zip(starts, ends, strict=True)])
 
@@ -162,6 +162,6 @@ def _read_device(tensor: torch.Tensor) -> Iterator[memoryview]:
 def _pinned(pin: bool) -> torch.Tensor:
     with torch.inference_mode(False):  # or it could be written in that mode alone
         try:
-            return torch.empty(_DEVICE_BYTES, dtype=torch.uint8, pin_memory=pin)
+            return torch.empty(_DEVICE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pin)
         except RuntimeError:  # no more can be pinned: slower, and as right
-            return torch.empty(_DEVICE_BYTES, dtype=torch.uint8)
+            return torch.empty(_DEVICE_BYTES, dtype=torch.uint8, device="cpu")

@@ -166,15 +166,19 @@ def damaged_payloads(draw: st.DrawFn) -> tuple[Unit, Entry, bytes, Bytes]:
 
 
 @settings(deadline=None, max_examples=1500, suppress_health_check=[HealthCheck.too_slow])
-@given(damaged_payloads())
-def test_forged_content_is_refused_or_stays_within_its_unit(case: tuple[Unit, Entry, bytes, Bytes]) -> None:
+@given(damaged_payloads(), st.booleans())
+def test_forged_content_is_refused_or_stays_within_its_unit(
+    case: tuple[Unit, Entry, bytes, Bytes], write: bool
+) -> None:
     """Right checksums over wrong content: an error of the format, or some change inside the unit; nothing else."""
     unit, entry, body, old = case
     guard = np.full(len(old) + 128, 0xA5, np.uint8)
     guard[64:-64] = old
     try:
-        change = DeltaReader(forged(unit, entry, body), [unit]).decode(0, guard[64:-64])
+        change = DeltaReader(forged(unit, entry, body), [unit]).decode(0, guard[64:-64], write=write)
     except DeltaFormatError:
+        assert (guard[:64] == 0xA5).all()
+        assert (guard[-64:] == 0xA5).all()
         return
     if change is None:
         return
@@ -297,6 +301,8 @@ def test_a_wrong_bit_of_the_base_is_found_in_an_element_that_changes(kind: Eleme
             rotten[element * width + bit // 8] ^= 1 << bit % 8
             with pytest.raises(DeltaFormatError):
                 reader.decode(0, rotten)
+            with pytest.raises(DeltaFormatError):
+                reader.decode(0, rotten, write=True)
 
 
 @settings(deadline=None, max_examples=300)

@@ -89,7 +89,7 @@ def check(unit: Unit, blob: bytes, old: Bytes) -> None:
     """It is refused, or makes a change of the unit; within the bound."""
     with bounded():
         try:
-            change = DeltaReader(blob, [unit]).decode(0, old)
+            change = DeltaReader(blob, [unit]).decode(0, old.copy(), write=True)
         except DeltaFormatError:
             return
     assert change is None or 0 < len(change.new) <= unit.num_elements

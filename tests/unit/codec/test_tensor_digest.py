@@ -87,6 +87,14 @@ def test_a_bucket_of_any_sizes_and_gaps(on_a_device: list[int], laid: list[tuple
     assert all(size <= PIECE_BYTES for size in on_a_device)
 
 
+def test_memory_to_read_through_is_the_hosts_whatever_the_default_device(on_a_device: list[int]) -> None:
+    """Red where it was made on the thread's default device: a bare TypeError, for as long as the thread lived."""
+    tensor = random_tensor((100,), torch.float32, 1)
+    with torch.device("meta"):
+        found = tensor_digest(tensor)
+    assert found == f"xxh3:{expected([tensor])[0].hex()}"
+
+
 def test_what_is_read_in_inference_mode_may_be_written_again_outside(on_a_device: list[int]) -> None:
     tensor = random_tensor((700,), torch.uint8, 1)
     with torch.inference_mode():
