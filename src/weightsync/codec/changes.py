@@ -338,7 +338,7 @@ def _find(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], word: Any, *, 
     width = np.dtype(word).itemsize
     most = min(most, len(old) // width)
     positions, steps = np.empty(most, np.uint32), np.empty(most, word)
-    number = int(kernels.find_changes(old, new, steps, positions, 8 * width, 0))
+    number = int(kernels.find_changes(old, new, steps, positions, 8 * width, 0, np.empty(1, np.uint64)))
     if number == kernels.TOO_MANY:
         return _find(old, new, word, most=len(old) // width)
     return positions[:number].copy()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,13 @@ from weightsync.codec.threads import map_all
 from weightsync.errors import DeltaTooLargeError, InvalidRequestError
 
 if TYPE_CHECKING:
-    from weightsync.codec.delta_planes import Payload, Scratch
+    from weightsync.codec.delta_planes import Found, Payload, Scratch
 
 Search = Callable[
     [npt.NDArray[np.uint8], npt.NDArray[np.uint8], Unit, int, npt.NDArray[np.uint8]],
-    "tuple[npt.NDArray[np.uint32], npt.NDArray[Any]] | None",
+    "Found | None",
 ]
-"""What finds changes: (old, new, unit, room, scratch) -> positions and steps, or None where there are more than `room`.
+"""What finds changes: (old, new, unit, room, scratch) -> them, or None where there are more than `room`.
 By default `delta_planes.find_changes`; beside a GPU `device_search.DeviceSearch`."""
 
 
@@ -144,11 +144,10 @@ def _encode_unit(
     started = time.thread_time()
     if changes is None:
         return _encode_full(new, unit, costs)
-    positions, steps = changes
-    number = len(positions)
+    number = len(changes.positions)
     if not number:
         return delta_planes.payload(Form.UNCHANGED, ())
-    payload = delta_planes.planes_payload(unit, new, positions, steps)
+    payload = delta_planes.planes_payload(unit, changes)
     costs.observe_encode(Work.SPARSE, number, time.thread_time() - started)
     costs.observe_planes(unit, number, payload.entry.nbytes)
     return _encode_full(new, unit, costs) if costs.prefers_full(unit, number, payload.entry.nbytes) else payload

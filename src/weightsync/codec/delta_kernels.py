@@ -74,14 +74,28 @@ def stepped(was: Any, step: Any, bits: Any, flips: Any) -> Any:
     return rank ^ (((((rank >> top) - _1) & most) | sign) & flips)
 
 
-@compiled(*(int64(_BYTES, _BYTES, writable(word), writable(uint32), uint64, uint64) for word in WORDS))
-def find_changes(old: Any, new: Any, steps: Any, positions: Any, bits: Any, flips: Any) -> Any:
+@inlined
+def _mixed(value: Any, position: Any) -> Any:
+    x = value + position * _STEP
+    x = (x ^ (x >> uint64(30))) * _MIX_1
+    x = (x ^ (x >> uint64(27))) * _MIX_2
+    return x ^ (x >> uint64(31))
+
+
+@compiled(
+    *(
+        int64(_BYTES, _BYTES, writable(word), writable(uint32), uint64, uint64, writable(uint64))
+        for word in WORDS
+    )
+)  # fmt: skip
+def find_changes(old: Any, new: Any, steps: Any, positions: Any, bits: Any, flips: Any, total: Any) -> Any:
     """Writes position and step of each element that differs.
 
     Args:
         old: the unit's bytes before; `new`: as many, after.
         steps: room for the steps; its type is the element's.
         positions: as much room. When that is not enough it is `TOO_MANY`.
+        total: room for one: `sum_values` of what differs, as it is in `new`.
 
     Returns:
         How many there are.
@@ -96,6 +110,7 @@ def find_changes(old: Any, new: Any, steps: Any, positions: Any, bits: Any, flip
     was = np.empty(64 * _BLOCKS, np.uint64)
     now = np.empty(64 * _BLOCKS, np.uint64)
     counted = int64(0)
+    found_sum = _0
     num_blocks = int64(len(old)) >> 6
     block = int64(0)
     while block < num_blocks:
@@ -121,6 +136,7 @@ def find_changes(old: Any, new: Any, steps: Any, positions: Any, bits: Any, flip
                 count += 1
         for index in range(count - counted):  # vectors, unlike the loop above
             steps[counted + index] = step_between(was[index], now[index], bits, flips)
+            found_sum += _mixed(now[index], uint64(positions[counted + index]))
         counted = count
     first = at >> shift
     while at + width <= len(old):
@@ -131,9 +147,11 @@ def find_changes(old: Any, new: Any, steps: Any, positions: Any, bits: Any, flip
                 return int64(TOO_MANY)
             steps[count] = step_between(was, now, bits, flips)
             positions[count] = first
+            found_sum += _mixed(now, uint64(first))
             count += 1
         at += width
         first += 1
+    total[0] = found_sum
     return count
 
 
@@ -383,31 +401,12 @@ def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips
     return int64(0)
 
 
-@inlined
-def _mixed(value: Any, position: Any) -> Any:
-    x = value + position * _STEP
-    x = (x ^ (x >> uint64(30))) * _MIX_1
-    x = (x ^ (x >> uint64(27))) * _MIX_2
-    return x ^ (x >> uint64(31))
-
-
 @compiled(*(uint64(read_only(uint32), read_only(word)) for word in WORDS))
 def sum_values(positions: Any, values: Any) -> Any:
     """A sum of elements and their positions, in any order, that tells other elements apart."""
     total = _0
     for index in range(min(len(positions), len(values))):
         total += _mixed(uint64(values[index]), uint64(positions[index]))
-    return total
-
-
-@compiled(*(uint64(_BYTES, read_only(uint32), read_only(word), int64) for word in WORDS))
-def sum_values_at(data: Any, positions: Any, example: Any, width: Any) -> Any:
-    """`sum_values` of the elements of `data` at positions that lie within it; `example` is of the element's type."""
-    total = _0
-    for index in range(len(positions)):
-        if index + _AHEAD < len(positions):
-            prefetch(data, int64(positions[index + _AHEAD]) * width)
-        total += _mixed(load(data, int64(positions[index]) * width, example), uint64(positions[index]))
     return total
 
 

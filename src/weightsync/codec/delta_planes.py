@@ -65,25 +65,30 @@ class Scratch:
         self._free.append(room)
 
 
-def find_changes(
-    old: Bytes, new: Bytes, unit: Unit, room: int, scratch: Bytes | None = None
-) -> tuple[Positions, Words] | None:
-    """Positions and steps of the elements that differ; None where there are more than `room`.
+class Found(NamedTuple):
+    """The elements of a unit that differ: where, by how much, and `kernels.sum_values` of what they are now."""
 
-    They lie in `scratch`, where it is given.
-    """
+    positions: Positions
+    steps: Words
+    values: int
+
+
+def find_changes(old: Bytes, new: Bytes, unit: Unit, room: int, scratch: Bytes | None = None) -> Found | None:
+    """The elements that differ; None where there are more than `room`. They lie in `scratch`, where it is given."""
     bits, flips = shape_of(unit)
     room = max(1, min(room, unit.num_elements))
     if scratch is None:
         scratch = np.empty(room * (4 + unit.kind.width_bytes) + 8, np.uint8)
     positions = scratch[: 4 * room].view(np.uint32)
     steps = scratch[4 * (room + room % 2) :][: room * unit.kind.width_bytes].view(unit.kind.word)
-    number = kernels.find_changes(old, new, steps, positions, bits, flips)
-    return None if number == kernels.TOO_MANY else (positions[:number], steps[:number])
+    total = np.empty(1, np.uint64)
+    number = kernels.find_changes(old, new, steps, positions, bits, flips, total)
+    return None if number == kernels.TOO_MANY else Found(positions[:number], steps[:number], int(total[0]))
 
 
-def planes_payload(unit: Unit, new: Bytes, positions: Positions, steps: Words) -> Payload:
-    """The form `PLANES` of at least one change, after which the unit's bytes are `new`."""
+def planes_payload(unit: Unit, found: Found) -> Payload:
+    """The form `PLANES` of at least one change."""
+    positions, steps, values = found
     number = len(positions)
     gap_bits, step_bits = _choose_split(unit, positions, steps)
     num_low = -(-number * (gap_bits + step_bits) // 8)
@@ -98,7 +103,7 @@ def planes_payload(unit: Unit, new: Bytes, positions: Positions, steps: Words) -
         gap_bits=gap_bits,
         step_bits=step_bits,
         raw_lengths=(num_gaps, num_rest),
-        values=int(kernels.sum_values_at(new, positions, np.empty(0, unit.kind.word), unit.kind.width_bytes)),
+        values=values,
     )
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.codec import delta_kernels as kernels
-from weightsync.codec.delta_planes import Bytes, Positions, Words, shape_of
+from weightsync.codec.delta_planes import Bytes, Found, Words, shape_of
 from weightsync.codec.delta_units import Unit
 from weightsync.errors import UnsupportedError
 
@@ -42,10 +42,8 @@ class DeviceSearch:
             raise UnsupportedError(f"changes can't be searched for on device {device!r}: {error}") from error
         self._own = threading.local()
 
-    def __call__(
-        self, old: Bytes, new: Bytes, unit: Unit, room: int, scratch: Bytes | None = None
-    ) -> tuple[Positions, Words] | None:
-        """Positions and steps of the elements that differ, in host memory; None where there are more than `room`."""
+    def __call__(self, old: Bytes, new: Bytes, unit: Unit, room: int, scratch: Bytes | None = None) -> Found | None:
+        """The elements that differ, in host memory; None where there are more than `room`."""
         width = unit.kind.width_bytes
         before, after = self._uploaded(old, 0).view(_WORDS[width]), self._uploaded(new, 1).view(_WORDS[width])
         where = torch.nonzero(before != after).flatten()
@@ -53,15 +51,15 @@ class DeviceSearch:
         if number > max(1, min(room, unit.num_elements)):
             return None
         if not number:
-            return np.empty(0, np.uint32), np.empty(0, unit.kind.word)
+            return Found(np.empty(0, np.uint32), np.empty(0, unit.kind.word), 0)
         was, now = (_host_bytes(words[where]) for words in (before, after))
         positions = where.to(torch.int32).cpu().numpy().view(np.uint32)
         steps: Words = np.empty(number, unit.kind.word)
         all_of_them = np.empty(number, np.uint32)
         bits, flips = shape_of(unit)
-        found = kernels.find_changes(was, now, steps, all_of_them, bits, flips)
+        found = kernels.find_changes(was, now, steps, all_of_them, bits, flips, np.empty(1, np.uint64))
         assert found == number, "elements that the device calls different are different"
-        return positions, steps
+        return Found(positions, steps, int(kernels.sum_values(positions, now.view(unit.kind.word))))
 
     def _uploaded(self, data: Bytes, which: int) -> torch.Tensor:
         """The bytes on the device; valid until this thread's next call."""
