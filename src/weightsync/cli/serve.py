@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from weightsync.types.service import ModelStatus
     from weightsync.verbs.serving import Service
 
+_SOURCE_TOKEN = "WEIGHTSYNC_SOURCE_TOKEN"
+_ENGINE_TOKEN = "WEIGHTSYNC_ENGINE_TOKEN"
+_CONTROLLER_TOKEN = "WEIGHTSYNC_CONTROLLER_TOKEN"
 _LOOK_S = 0.5
 _PROGRESS_S = 2.0
 """What takes longer says how far it is."""
@@ -45,6 +48,15 @@ def serve(
         ),
     ] = None,
     token: Token = None,
+    source_token: Annotated[
+        str | None, typer.Option(envvar=_SOURCE_TOKEN, help="The agents' token; --token where not given.")
+    ] = None,
+    engine_token: Annotated[
+        str | None, typer.Option(envvar=_ENGINE_TOKEN, help="The engines' token; --token where not given.")
+    ] = None,
+    controller_token: Annotated[
+        str | None, typer.Option(envvar=_CONTROLLER_TOKEN, help="The controller's token; --token where not given.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Where to listen: 127.0.0.1, beyond loopback with a token.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="9000; 0 lets the system choose.")] = None,
     lease: Annotated[
@@ -125,7 +137,8 @@ def serve(
         options: dict[str, Any] = {} if delta is None else {"mode": "delta" if delta else "full"}
         options |= {key: value for key, value in (("relay", relay), ("zone", zone)) if value is not None}
         running = begin(
-            models or None, sources=source or None, token=token, host=host, port=port, lease=lease,
+            models or None, sources=source or None, token=token, source_token=source_token,
+            engine_token=engine_token, controller_token=controller_token, host=host, port=port, lease=lease,
             controller=controller, advertise=advertise, service_id=name, config=settings, verify=verify or True,
             trust_key=trust_key,
             **options,

@@ -48,6 +48,7 @@ def serve(
     token: str | None = None,
     source_token: str | None = None,
     engine_token: str | None = None,
+    controller_token: str | None = None,
     trust_key: str | None = None,
     host: str | None = None,
     port: int | None = None,
@@ -69,9 +70,9 @@ def serve(
             dtype that is published, and are generated with inside `Service.generation`.
         sources: URLs of the trainers' agents, one a trainer host; or a place in an object store (s3://bucket/run).
             Those that are not there yet are asked again; a trainer that names this service in its `to` needs none.
-        token: bearer token of this service, of the agents and the engines; the variable WEIGHTSYNC_TOKEN where not
-            given.
-        source_token, engine_token: where these have others.
+        token: bearer token of this service, of the agents, the engines and the controller; the variable
+            WEIGHTSYNC_TOKEN where not given.
+        source_token, engine_token, controller_token: where these have others.
         trust_key: file with the public key whose manifests are taken from stores; anybody's where not given.
         host: where the service listens; "127.0.0.1", beyond loopback only with a token.
         port: of its HTTP; 9000, 0: the system's choice.
@@ -107,6 +108,7 @@ def serve(
     urls = as_list(sources, chosen.sources, name="sources")
     token = token_of(token)
     source_token = token if source_token is None else token_of(source_token)
+    controller_token = token if controller_token is None else token_of(controller_token)
     lease = lease or chosen.lease
     opened = contextlib.ExitStack()
     try:
@@ -131,12 +133,12 @@ def serve(
             sender_token=source_token,
             sender_verify=verify,
             trust_key=trust_key,
-            controller_token=token,
+            controller_token=controller_token,
             controller_verify=verify,
             lease=held,
         )
         if config_of_service.controller is not None:
-            _ask_controller(config_of_service.controller, tuple(engines), token=token, verify=verify)
+            _ask_controller(config_of_service.controller, tuple(engines), token=controller_token, verify=verify)
         service = RolloutService(engines, config_of_service, on_served=on_served)
     except BaseException:
         opened.close()

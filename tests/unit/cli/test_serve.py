@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from weightsync.cli import app
 from weightsync.cli.serve import _how, _Trouble
+from weightsync.errors import ConfigError
 from weightsync.types.service import ModelStatus
+from weightsync.verbs import serving
 
 
 def test_what_stays_wrong_is_said_again_and_again_and_rarer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,3 +68,22 @@ def test_what_is_mapped_moves_no_bytes() -> None:
     """Seen red: "0.0 MB by shm"."""
     status = ModelStatus(version=1, pull_s=0.1, transport="shm", total_bytes=500_000)
     assert _how(status, {}).startswith("0.5 MB mapped in 0.10 s, loaded in ")
+
+
+def test_each_token_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By option or variable. Seen red: two of them swapped."""
+    given: dict[str, Any] = {}
+
+    def serve(models: Any, **options: Any) -> None:
+        given.update(options)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(serving, "serve", serve)
+    found = CliRunner().invoke(
+        app,
+        ["serve", "--engine", "actor=http://127.0.0.1:1", "--token", "t" * 16, "--engine-token", "e" * 16],
+        env={"WEIGHTSYNC_SOURCE_TOKEN": "s" * 16, "WEIGHTSYNC_CONTROLLER_TOKEN": "c" * 16},
+    )
+    assert found.exit_code == 2
+    names = ("token", "engine_token", "source_token", "controller_token")
+    assert {name: given[name] for name in names} == {name: name[0] * 16 for name in names}

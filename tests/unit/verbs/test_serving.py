@@ -45,6 +45,18 @@ def test_a_controller_that_refuses_for_good_is_told_at_the_call(
         serving.serve({model_id: engine}, controller=controller, lease=str(tmp_path / "lease"), token=token, port=0)
 
 
+def test_a_controller_may_have_a_token_of_its_own(controller: str, tmp_path: Path) -> None:
+    """Seen red: a TypeError, the argument was given twice."""
+    engine, lease = torch.nn.Linear(2, 2), str(tmp_path / "lease")
+    own = "another-token-of-32-characters-at-least"
+    served = serving.serve(
+        {"actor": engine}, controller=controller, lease=lease, token=own, controller_token=TOKEN, port=0
+    )
+    served.close()
+    with pytest.raises(AuthError):
+        serving.serve({"actor": engine}, controller=controller, lease=lease, token=TOKEN, controller_token=own, port=0)
+
+
 def test_a_service_is_no_controller_and_one_that_is_not_there_is_waited_for(controller: str) -> None:
     serving._ask_controller(controller, ["actor"], token=TOKEN, verify=True)
     with contextlib.closing(serving.serve({"actor": torch.nn.Linear(2, 2)}, token=TOKEN, port=0)) as other:
