@@ -13,8 +13,8 @@ import xxhash
 from weightsync.addresses import Int64s
 from weightsync.codec.model_digest import ShardSum, box_sum, kernels, keys_of
 from weightsync.codec.threads import batches, map_all
-from weightsync.plan.boxes import box_runs
-from weightsync.types import TensorSpec
+from weightsync.plan.boxes import only_run
+from weightsync.types import TensorSpec, itemsize_bytes
 
 _SMALL_BYTES = 256 << 10
 """Larger ones are summed on all cores, each for itself."""
@@ -117,8 +117,8 @@ def _place(part: TensorSpec) -> int | None:
     """Where in its whole tensor a part begins, in bytes; None where it is no single run of it."""
     if part.box is None:
         return 0
-    run_elements, offsets = box_runs(part.shape, part.box)
-    return int(offsets[0]) * (part.nbytes // run_elements) if len(offsets) == 1 else None
+    first = only_run(part.shape, part.box)
+    return None if first is None else first * itemsize_bytes(part.dtype)
 
 
 def _digests(memory: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> bytes:
