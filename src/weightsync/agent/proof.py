@@ -9,12 +9,14 @@ from weightsync.codec.runs import Runs, digests_and_sum, runs_of
 from weightsync.codec.threads import map_all
 from weightsync.memory import MappedSegment
 from weightsync.transfer.blocks import checksum
+from weightsync.types.process import num_cores
 from weightsync.types.publication import Publication, SourceProof
 from weightsync.types.table import SpecTable
 
 __all__ = ["prove", "warm_up"]
 
 _PIECE = 64
+"""Blocks: after so many, or four for each core, it is asked whether to go on."""
 
 
 def prove(publication: Publication, source: int, *, check_cancelled: Callable[[], None]) -> SourceProof:
@@ -36,9 +38,10 @@ def prove(publication: Publication, source: int, *, check_cancelled: Callable[[]
             return checksum(mapped.memory[block[0] : block[0] + block[1]])
 
         checksums: list[str] = []
-        for start in range(0, where.num_blocks, _PIECE):
+        at_once = max(_PIECE, 4 * num_cores())
+        for start in range(0, where.num_blocks, at_once):
             check_cancelled()
-            blocks = [where.block(index) for index in range(where.num_blocks)[start : start + _PIECE]]
+            blocks = [where.block(index) for index in range(where.num_blocks)[start : start + at_once]]
             checksums += map_all(one, blocks)
     return SourceProof(
         block_checksums="".join(checksums),

@@ -26,7 +26,7 @@ from weightsync.codec.tensor_digest import host_bytes
 from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, map_all
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
 from weightsync.many import addresses, are_plain, sizes_bytes
-from weightsync.plan.boxes import box_runs, check_partition, split_box, whole_box
+from weightsync.plan.boxes import box_runs, check_partition, only_run, split_box, whole_box
 from weightsync.tensors import byte_view, cut_out, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
 from weightsync.types.process import num_cores
@@ -151,22 +151,35 @@ def shard_sums(held: Iterable[HeldTensor], table: TensorTable | None = None, *, 
     """
     total, sums = ShardSum.zero(), PartSums()
     batch: list[HeldTensor] = []
+    places: list[int] = []
     batch_bytes = 0
     for each in held:
         num_bytes, there = each.tensor.nbytes, _sums_itself(each.tensor)
         large = num_bytes > _MANY_BYTES and not (together and are_plain((each.tensor,)))
-        if each.box is not None or large or there:
+        place = None if large or there else 0 if each.box is None else _place(each, each.box)
+        if place is None:
             sums.add(each)
             continue
         batch.append(each)
+        places.append(place)
         batch_bytes += num_bytes
         if (batch_bytes > _BATCH_BYTES and not together) or len(batch) == _BATCH_TENSORS:
-            total += _batch_sum(batch, table)
-            batch, batch_bytes = [], 0
-    return total + _batch_sum(batch, table) + sums.total()
+            total += _batch_sum(batch, places, table)
+            batch, places, batch_bytes = [], [], 0
+    return total + _batch_sum(batch, places, table) + sums.total()
 
 
-def _batch_sum(batch: list[HeldTensor], table: TensorTable | None) -> ShardSum:
+def _place(held: HeldTensor, box: Box) -> int | None:
+    """First byte in the whole tensor of a plain part that is one run of it; None of any other, and of a wrong one."""
+    spec, tensor = held.spec, held.tensor
+    if tensor.shape != box.shape or dtype_name(tensor.dtype) != spec.dtype or not are_plain((tensor,)):
+        return None
+    first = only_run(spec.shape, box)
+    return None if first is None else first * itemsize_bytes(spec.dtype)
+
+
+def _batch_sum(batch: list[HeldTensor], places: list[int], table: TensorTable | None) -> ShardSum:
+    """Of parts that begin so many bytes into their whole tensors; `_place` has checked those with a box."""
     if not batch:
         return ShardSum.zero()
     tensors: list[torch.Tensor] = [each.tensor for each in batch]
@@ -174,7 +187,7 @@ def _batch_sum(batch: list[HeldTensor], table: TensorTable | None) -> ShardSum:
         return _sum_of(batch)
     for each, tensor in zip(batch, tensors, strict=True):
         spec = each.spec
-        if tensor.shape != spec.shape or tensor.dtype is not torch_dtype(spec.dtype):
+        if each.box is None and (tensor.shape != spec.shape or tensor.dtype is not torch_dtype(spec.dtype)):
             raise ManifestMismatchError(
                 f"a tensor of {tensor.dtype} {tuple(tensor.shape)} can't be all of {spec.dtype} {spec.shape}",
                 parameter=spec.name,
@@ -185,7 +198,7 @@ def _batch_sum(batch: list[HeldTensor], table: TensorTable | None) -> ShardSum:
         seeds = [seeds_of(each.spec.name, each.spec.dtype, each.spec.shape) for each in batch]
         keys = np.array(list(map(_keys_of, seeds)), dtype=np.uint64).T
     keys_1, keys_2 = np.ascontiguousarray(keys)
-    return sum_of_runs(addresses(tensors), sizes_bytes(tensors), np.zeros(len(batch), np.int64), keys_1, keys_2)
+    return sum_of_runs(addresses(tensors), sizes_bytes(tensors), np.array(places, np.int64), keys_1, keys_2)
 
 
 def patch_sum(

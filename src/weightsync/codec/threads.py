@@ -30,37 +30,61 @@ _lock = threading.Lock()
 def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """`[function(item) for item in items]`, on all cores; a single item runs in the caller's thread.
 
-    May be called from any number of threads at once: they share the pool. `function` itself must not call
-    this, or it could wait for a thread that waits for it.
+    May be called from any number of threads at once: they share the pool, and who came first begins first. `function`
+    itself must not call this, or it could wait for a thread that waits for it.
 
     Raises:
-        Exception: what `function` raised first, by the items' order, after all running calls have ended.
+        Exception: what `function` raised first, by the items' order, after all running calls have ended. No call
+            begins after one has raised.
     """
     work = list(items)
-    if len(work) <= 1 or num_cores() == 1:
+    count = len(work)
+    if count <= 1 or num_cores() == 1:
         return [function(item) for item in work]
-    pool, futures = _shared_pool(), list[Future[Result]]()
+    pool, workers, left = _shared_pool(), list[Future[None]](), enumerate(work)
+    found, failed = dict[int, Result](), dict[int, BaseException]()
     try:
-        for item in work:
-            futures.append(Future())  # before: one that is queued by a `submit` that raises can be cancelled
-            pool.submit(_run, futures[-1], function, item)
-        return [future.result() for future in futures]
+        for _ in range(min(num_cores(), count)):
+            workers.append(Future())  # before: one that is queued by a `submit` that raises can be cancelled
+            pool.submit(_run, workers[-1], function, work, left, found, failed)
+        workers[0].result()  # it begins before the others do, and ends when no item is left for them to begin
+        _end(workers)
     except BaseException:
-        for future in futures:
-            future.cancel()
-        for future in futures:
-            if not future.cancelled():
-                future.exception()  # what they borrow must not be in use when we return
+        work.clear()
+        _end(workers)
         raise
+    if failed:
+        raise failed.pop(min(failed))  # popped: an error must not hold itself, and all that was borrowed with it
+    return [found[index] for index in range(count)]
 
 
-def _run(future: Future[Result], function: Callable[[Item], Result], item: Item) -> None:
-    if not future.set_running_or_notify_cancel():
+def _run(
+    worker: Future[None],
+    function: Callable[[Item], Result],
+    work: list[Item],
+    left: Iterator[tuple[int, Item]],
+    found: dict[int, Result],
+    failed: dict[int, BaseException],
+) -> None:
+    """Takes what is left of `work`, item by item, beside other threads."""
+    if not worker.set_running_or_notify_cancel():
         return
-    try:
-        future.set_result(function(item))
-    except BaseException as error:
-        future.set_exception(error)
+    for index, item in left:
+        try:
+            found[index] = function(item)
+        except BaseException as error:
+            failed[index] = error
+            work.clear()  # nothing is left then
+    worker.set_result(None)
+
+
+def _end(workers: list[Future[None]]) -> None:
+    """No worker begins any more, and what they borrow is not in use."""
+    for worker in workers:
+        worker.cancel()
+    for worker in workers:
+        if not worker.cancelled():
+            worker.result()
 
 
 def batches(sizes: Sequence[int], most_bytes: int, *, most_items: int | None = None) -> Iterator[slice]:

@@ -55,10 +55,7 @@ def box_runs(shape: tuple[int, ...], box: Box) -> tuple[int, npt.NDArray[np.int6
         raise InvalidRequestError(f"{box} lies outside shape {shape}")
     if box.numel == 0:
         return 0, np.empty(0, dtype=np.int64)
-    split = len(shape)
-    while split > 0 and box.shape[split - 1] == shape[split - 1]:
-        split -= 1
-    split = max(0, split - 1)  # the first dimension from behind that is cut still belongs to the run
+    split = _num_outer(shape, box)
     run_elements = math.prod(box.shape[split:])
     strides = _strides(shape)
     first = sum(start * stride for start, stride in zip(box.offset, strides, strict=True))
@@ -67,6 +64,16 @@ def box_runs(shape: tuple[int, ...], box: Box) -> tuple[int, npt.NDArray[np.int6
         steps = np.arange(extent, dtype=np.int64) * stride
         offsets = (offsets[:, None] + steps[None, :]).reshape(-1)
     return run_elements, offsets
+
+
+def only_run(shape: tuple[int, ...], box: Box) -> int | None:
+    """Where in the flat, row-major, global tensor a box begins that is one run of it; as `box_runs`, and cheap.
+
+    None where it is several or none, or lies outside.
+    """
+    if not box.fits(shape) or 0 in box.shape or any(extent > 1 for extent in box.shape[: _num_outer(shape, box)]):
+        return None
+    return sum(start * stride for start, stride in zip(box.offset, _strides(shape), strict=True))
 
 
 def split_box(box: Box, max_elements: int) -> Iterator[Box]:
@@ -124,6 +131,14 @@ def _first_overlap(parts: list[Box]) -> tuple[Box, Box] | None:
             if overlap(box, other) is not None:
                 return box, other
     return None
+
+
+def _num_outer(shape: tuple[int, ...], box: Box) -> int:
+    """How many dimensions lead from one run of a box to the next."""
+    split = len(shape)
+    while split > 0 and box.shape[split - 1] == shape[split - 1]:
+        split -= 1
+    return max(0, split - 1)  # the first dimension from behind that is cut still belongs to the run
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.codec import digest_reference as reference
 from weightsync.codec import digest as module
 from weightsync.codec import model_digest as model_module
 from weightsync.codec import tensor_digest as tensor_digest_module
-from weightsync.codec.digest import digest_of, patch_sum, shard_sum
+from weightsync.codec.digest import digest_of, patch_sum, shard_sum, shard_sums
 from weightsync.codec.model_digest import ShardSum, model_digest, patched_digest
 from weightsync.codec.tensor_digest import tensor_digest, tensor_digests
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
@@ -22,6 +23,7 @@ from weightsync.plan.boxes import split_box, whole_box
 from weightsync.tensors import tensor_from_bytes
 from weightsync.types import Box, HeldTensor, TensorSpec
 from weightsync.types.dtypes import ITEMSIZE_BYTES
+from weightsync.types.table import TensorTable
 
 DTYPES = [name for name in ITEMSIZE_BYTES if hasattr(torch, name)]
 quick = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -176,6 +178,61 @@ def test_any_partition_adds_up_to_the_whole(data: st.DataObject) -> None:
 def test_the_order_of_tensors_is_irrelevant(order: list[str]) -> None:
     model = {name: random_tensor("bfloat16", (3, 7), index) for index, name in enumerate("abcd")}
     assert digest_of_tensors({name: model[name] for name in order}) == digest_of_tensors(model)
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box]]:
+    """A tensor, cut along one dimension, and sometimes in smaller parts."""
+    tensor = random_tensor(
+        draw(st.sampled_from(DTYPES)), tuple(draw(st.lists(st.integers(1, 9), max_size=3))), draw(st.integers(0, 99))
+    )
+    boxes = split_box(whole_box(tuple(tensor.shape)), draw(st.integers(1, 20)))
+    return tensor, [part for box in boxes for part in (draw(partitions(box)) if draw(st.booleans()) else [box])]
+
+
+@quick
+@given(st.lists(cut_tensors(), min_size=1, max_size=3), st.randoms())
+def test_parts_together_are_each_alone(model: list[tuple[torch.Tensor, list[Box]]], pick: random.Random) -> None:
+    """Rows, columns, empty ones, strided ones and copies of them. Seen red: with all at the start of their tensors."""
+    named = {f"w{index}": tensor for index, (tensor, _) in enumerate(model)}
+    table = TensorTable.of(spec_for(tensor, name) for name, tensor in named.items())
+    held = [part_of(tensor, box, f"w{index}") for index, (tensor, boxes) in enumerate(model) for box in boxes]
+    pick.shuffle(held)
+    copied = [HeldTensor(spec=part.spec, box=part.box, tensor=part.tensor.clone()) for part in held]
+    alone = sum(map(shard_sum, held), ShardSum.zero())
+    for parts in (held, copied):
+        assert shard_sums(parts) == shard_sums(iter(parts), table) == shard_sums(parts, table, together=True) == alone
+        assert digest_of(parts, table) == digest_of_tensors(named)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_only_parts_of_several_runs_are_summed_one_by_one(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    """Seen red: each part with a box was one by itself."""
+    tensor = random_tensor("bfloat16", (300, 700), 3)
+    rows = [part_of(tensor, Box(offset=(at, 0), shape=(3, 700))) for at in range(0, 300, 3)]
+    columns = [part_of(tensor, Box(offset=(0, at), shape=(300, 350))) for at in (0, 350)]
+    large = part_of(random_tensor("uint8", (3, 300_000), 4), Box(offset=(1, 0), shape=(2, 300_000)), "large")
+    held = [*rows, *columns, large]
+    alone = sum(map(shard_sum, held), ShardSum.zero())
+    added: list[Box | None] = []
+    add = module.PartSums.add
+    monkeypatch.setattr(module.PartSums, "add", lambda sums, each: (added.append(each.box), add(sums, each)))
+    assert shard_sums(held, together=together) == alone
+    assert added == [each.box for each in (columns if together else [*columns, large])]
+
+
+def test_a_part_that_does_not_fit_is_refused_before_the_next_is_asked_for() -> None:
+    tensor = random_tensor("float32", (4, 3), 0)
+    box = Box(offset=(1, 0), shape=(2, 3))
+    for spec, wrong in (
+        (spec_for(tensor), tensor),
+        (spec_for(tensor), tensor[1:3].view(torch.int32)),
+        (spec_for(tensor[:2]), tensor[1:3]),
+    ):
+        asked = iter([HeldTensor(spec=spec, box=box, tensor=wrong), whole(tensor)])
+        with pytest.raises(ManifestMismatchError, match="can't be part"):
+            shard_sums(asked, together=True)
+        assert next(asked, None) is not None
 
 
 def test_large_tensors_go_through_several_threads_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from weightsync.codec import model_digest as model_module
 from weightsync.codec import runs as runs_module
 from weightsync.codec.digest import digest_of, shard_sum, shard_sums
 from weightsync.codec.model_digest import ShardSum, keys_of, model_digest
@@ -53,6 +54,41 @@ def test_runs_are_what_their_tensors_are(monkeypatch: pytest.MonkeyPatch, group:
     assert found == b"".join(packed_digest(tensor_digest(each.tensor)) for each in held)
     assert total == sum(map(shard_sum, held), ShardSum.zero())
     assert asked
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_large_parts_are_summed_together(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """In many pieces, and it is asked whether to go on each time that all cores had a few. Seen red: each was summed by
+    itself; all at the start of their tensors; with no one asked between."""
+    monkeypatch.setattr(runs_module, "_SMALL_BYTES", 100)
+    monkeypatch.setattr(runs_module, "_GROUP_BYTES", 1000)
+    monkeypatch.setattr(runs_module, "_NUM_GROUPS", 2)
+    monkeypatch.setattr(runs_module, "num_cores", lambda: cores)
+    monkeypatch.setattr(model_module, "_RUN_BYTES", 192)
+    one_by_one: list[str] = []
+    box_sum = runs_module.box_sum
+    monkeypatch.setattr(
+        runs_module, "box_sum", lambda data, spec, box: (one_by_one.append(spec.name), box_sum(data, spec, box))[1]
+    )
+    held, memory = parts()
+    pick = random.Random(2)
+    for index in range(60):
+        rows, row = pick.randint(1, 9), pick.randint(1, 200)
+        box = Box(offset=(pick.randint(0, 5), 0), shape=(rows, row))
+        spec = TensorSpec(name=f"m{index}", dtype="uint8", shape=(20, row), box=box, offset=len(memory))
+        raw = pick.randbytes(rows * row)
+        tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(rows, row)
+        held.append(HeldTensor(spec=spec, box=box, tensor=tensor))
+        memory += raw
+    asked: list[int] = []
+    found, total = digests_and_sum(
+        memoryview(bytearray(memory)), runs_of([each.spec for each in held]), check_cancelled=lambda: asked.append(1)
+    )
+    assert found == b"".join(packed_digest(tensor_digest(each.tensor)) for each in held)
+    assert total == sum(map(shard_sum, held), ShardSum.zero())
+    assert one_by_one == ["columns"]
+    large = [each.tensor.nbytes for each in held if 100 < each.tensor.nbytes < 4000 * cores]
+    assert len(asked) >= 2 * sum(large) / (4000 * cores)
 
 
 def test_what_go_on_raises_ends_the_work() -> None:

@@ -47,6 +47,106 @@ def test_an_error_comes_out_after_all_running_calls_ended() -> None:
     assert threads.map_all(lambda item: item, range(3)) == [0, 1, 2]
 
 
+def test_nothing_begins_after_an_error_and_the_first_by_order_is_raised() -> None:
+    """Seen red: others began for as long as an earlier one ran; the error that came first was raised."""
+    begun, over = list[int](), threading.Event()
+
+    class Item:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __del__(self) -> None:
+            if self.number == 19:
+                over.set()
+
+    def work(item: Item) -> None:
+        begun.append(item.number)
+        if item.number == 1:
+            raise ValueError("the second")
+        if item.number > 1:
+            over.set()
+        assert over.wait(10)
+        raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        threads.map_all(work, (Item(number) for number in range(20)))
+    assert sorted(begun) == [0, 1]
+
+
+def test_many_items_are_two_tasks_of_the_pool_and_callers_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: each item was a task, with two futures and a wake-up."""
+    tasks = list[int]()
+
+    class Counting(ThreadPoolExecutor):
+        def submit(self, *args: Any, **options: Any) -> Any:
+            tasks.append(1)
+            return super().submit(*args, **options)
+
+    with Counting(2) as pool, ThreadPoolExecutor(8) as callers:
+        monkeypatch.setattr(threads, "_pool", pool)
+        calls = [callers.submit(threads.map_all, lambda item: item + 1, range(500)) for _ in range(40)]
+        assert all(call.result(60) == list(range(1, 501)) for call in calls)
+    assert len(tasks) == 2 * len(calls)
+
+
+def test_no_caller_waits_for_a_worker_that_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: one that was queued behind another caller's work was waited for when all items had been done."""
+    others = threading.Event()
+
+    class Shared(ThreadPoolExecutor):
+        num_calls = 0
+
+        def submit(self, *args: Any, **options: Any) -> Any:
+            self.num_calls += 1
+            if self.num_calls == 2:
+                super().submit(others.wait, 10)
+            return super().submit(*args, **options)
+
+    with Shared(1) as pool:
+        monkeypatch.setattr(threads, "_pool", pool)
+        assert threads.map_all(lambda item: item + 1, range(20)) == list(range(1, 21))
+        waited_for = others.is_set() or pool._work_queue.empty()
+        others.set()
+    assert not waited_for
+
+
+def test_an_interrupted_caller_leaves_no_call_running() -> None:
+    """Seen red: what a worker had begun went on behind the interrupt."""
+    program = """
+import signal, sys, threading
+from weightsync.codec import threads
+threads.num_cores = lambda: 2
+main, both, ended = threading.main_thread().ident, threading.Barrier(2), []
+heard, over = threading.Event(), threading.Event()
+
+def interrupt(*_):
+    if not heard.is_set():
+        heard.set()
+        raise KeyboardInterrupt
+
+class Item:
+    def __init__(self, number):
+        self.number = number
+    def __del__(self):
+        if self.number == 19:
+            over.set()
+
+def work(item):
+    if both.wait(10) == 0:
+        while not heard.wait(0.01):  # one that comes just before the caller waits does not end the wait
+            signal.pthread_kill(main, signal.SIGINT)
+    ended.append(over.wait(10))
+
+signal.signal(signal.SIGINT, interrupt)
+try:
+    threads.map_all(work, (Item(number) for number in range(20)))
+except KeyboardInterrupt:
+    sys.exit(0 if ended == [True, True] else 3)
+sys.exit(4)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
 def test_a_thread_that_can_not_be_started_leaves_no_call_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one that was queued, as the executor does before it starts a thread."""
     refused, ran, calls = threading.Event(), list[int](), list[int]()

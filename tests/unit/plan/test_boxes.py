@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
-from weightsync.plan.boxes import box_runs, check_partition, overlap, split_box, whole_box
+from weightsync.plan.boxes import box_runs, check_partition, only_run, overlap, split_box, whole_box
 from weightsync.types import Box
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -41,6 +41,7 @@ def test_runs_are_numpys_elements_in_order(case: tuple[tuple[int, ...], list[Box
     run, offsets = box_runs(shape, box)
     assert offsets.dtype == np.int64
     assert [int(start) + step for start in offsets for step in range(run)] == elements(shape, box)
+    assert only_run(shape, box) == (int(offsets[0]) if len(offsets) == 1 else None)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_a_box_outside_is_refused() -> None:
         box_runs((2, 3), Box(offset=(1, 0), shape=(2, 3)))
     with pytest.raises(InvalidRequestError, match="dimensions"):
         overlap(whole_box((2,)), whole_box((2, 1)))
+    assert only_run((2, 3), Box(offset=(1, 0), shape=(2, 3))) is None
 
 
 @given(shape_and_boxes(2))
