@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.codec.test_delta_hostile import bounded
 from tests.unit.host.test_staging import bytes_of_box, partitions
 from weightsync.codec.delta import encode_delta
 from weightsync.codec.delta_cost import CostModel
@@ -24,14 +25,16 @@ from weightsync.codec.model_digest import ShardSum
 from weightsync.errors import DeltaFormatError, DigestMismatchError
 from weightsync.host import delta_apply, delta_pull
 from weightsync.host.delta_apply import Changed, DeltaApplier, united
-from weightsync.host.delta_pull import lay_out_patch
+from weightsync.host.delta_pull import fetch_blobs, lay_out_patch
 from weightsync.host.staging import Held, Staging, Target, TargetMap
 from weightsync.memory import MappedSegment, folder
 from weightsync.plan.boxes import whole_box
 from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.tensors import byte_array, tensor_from_bytes
+from weightsync.transfer.source import Arrived, Destination
 from weightsync.types import Box, HeldTensor, Manifest, TensorSpec, Version, itemsize_bytes
 from weightsync.types.publication import DeltaLink, Source
+from weightsync.types.transfer_messages import Transport
 
 _V1 = Version(run_id="run", number=1)
 _HELD = Held(version=_V1, model_digest="wsd2:" + "0" * 32, digests=("0" * 32,))
@@ -272,3 +275,32 @@ def test_finds_of_one_delta_are_not_hashed(monkeypatch: pytest.MonkeyPatch) -> N
         check_patch(changes, target, {"w": spec}, [{"w": words.tobytes()} for words in (before, after)])
     finally:
         staging.close()
+
+
+def test_a_blobs_memory_is_written_by_what_comes_alone() -> None:
+    """Seen red: all of it was filled with zeros first, and no other thread ran meanwhile."""
+    size_bytes = 256 << 20
+    blob = Source(
+        endpoint="http://h", segment="weightsync-2", data_start=0, data_end=size_bytes, block_bytes=64 << 20
+    )  # fmt: skip
+    link = DeltaLink(base=1, version=2, transfer_id="0" * 32, block_checksums="0" * 64, blob=blob)
+    granted = SimpleNamespace(
+        endpoint="http://h",
+        grant=SimpleNamespace(
+            delta=(link,), source=0, publication=SimpleNamespace(sources=(blob,)), transport=Transport.TCP
+        ),
+    )
+    agents = SimpleNamespace(shelf=None, blob=lambda *_: SimpleNamespace(close=lambda: None))
+
+    def read(_source: object, blocks: list[int], into: Destination, arrived: Arrived) -> None:
+        for block in blocks:
+            memory = into(*blob.block(block))
+            memory[:2] = bytes([block, 7])
+            arrived(block, memory)
+
+    with bounded():
+        (found,) = fetch_blobs(agents, granted, read, lambda _: None)  # type: ignore[arg-type]
+    assert (len(found), found.format, found.readonly) == (size_bytes, "B", False)
+    assert [bytes(found[start : start + 2]) for start in range(0, size_bytes, 64 << 20)] == [
+        bytes([block, 7]) for block in range(4)
+    ]
