@@ -74,7 +74,10 @@ class DeltaApplier:
         """What was changed, a tensor each; None where it was too much to be kept."""
         if self._num_kept is None:
             return None
-        return [_united(pieces) for pieces in self._kept.values()]
+        return [
+            dataclasses.replace(pieces[0], places=united([piece.places for piece in pieces]))
+            for pieces in self._kept.values()
+        ]
 
     def apply(self, blob: memoryview, link: DeltaLink) -> None:
         """One delta.
@@ -179,8 +182,13 @@ def _in_whole(part: TensorSpec, places: npt.NDArray[np.int64], width: int) -> np
     return np.asarray(flat * pieces + within, np.int64)
 
 
-def _united(pieces: list[Changed]) -> Changed:
-    """Several finds in one tensor as one, rising and none twice."""
-    if len(pieces) == 1 and (np.diff(pieces[0].places) > 0).all():
-        return pieces[0]
-    return dataclasses.replace(pieces[0], places=np.unique(np.concatenate([piece.places for piece in pieces])))
+def united(finds: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Places of several finds in one tensor as one, rising and none twice.
+
+    The units of one delta have other places each, which rise: put in order they are what is wanted, and nothing has to
+    be hashed. Only finds of several deltas have places in common, and only those of several sources lie among each
+    other.
+    """
+    ordered = sorted(finds, key=lambda places: places[:1].tolist())
+    places = ordered[0] if len(ordered) == 1 else np.concatenate(ordered)
+    return places if (places[1:] > places[:-1]).all() else np.unique(places)

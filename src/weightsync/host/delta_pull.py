@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weightsync.errors import SharedMemoryError, TransferError
 from weightsync.host.agent_calls import Agents, Granted, delta_content
-from weightsync.host.delta_apply import Changed, DeltaApplier
+from weightsync.host.delta_apply import Changed, DeltaApplier, united
 from weightsync.host.relay import BlockShare
 from weightsync.host.staged_version import PatchedTensor, StagedPatch
 from weightsync.host.staging import Held, Target, TargetMap
@@ -69,7 +69,7 @@ def fetch_blobs(agents: Agents, granted: Granted, read: Read, arrived: Callable[
 
 def _fetch(agents: Agents, granted: Granted, link: DeltaLink, read: Read, arrived: Callable[[int], None]) -> memoryview:
     start, end = link.blob.data_start, link.blob.data_end
-    memory = memoryview(bytearray(end - start))
+    memory = np.empty(end - start, np.uint8).data  # a block is shared, and all of it returned, when it was right
 
     def bytes_of(offset: int, length: int) -> memoryview:
         return memory[offset - start : offset - start + length]
@@ -135,9 +135,9 @@ def lay_out_patch(
         spec = pieces[0].spec
         size_bytes = itemsize_bytes(spec.dtype)
         each = size_bytes // pieces[0].width_bytes
-        places = pieces[0].places if len(pieces) == 1 else np.unique(np.concatenate([piece.places for piece in pieces]))
+        places = pieces[0].places if len(pieces) == 1 else united([piece.places for piece in pieces])
         if each > 1:
-            places = np.unique(places // each)
+            places = _elements(places, each)
         if math.prod(spec.shape) > MAX_PATCHED_ELEMENTS:  # of all of it: of a part, places are in the whole
             return None
         positions_offset, values_offset = end, _aligned(end + POSITION_BYTES * len(places))
@@ -168,14 +168,22 @@ def _fill(
     target: Target,
 ) -> None:
     """Writes positions and values to where `tensors` says."""
-    flat = np.frombuffer(segment.memory, np.uint8)
-    there = np.frombuffer(target.segment.memory, np.uint8)
     for tensor, (piece, places) in zip(tensors, wanted, strict=True):
         place, size_bytes = target.place(tensor.name), itemsize_bytes(piece.spec.dtype)
         np.frombuffer(segment.memory, np.uint32, tensor.count, tensor.positions_offset)[:] = places
-        elements = np.dtype((np.void, size_bytes))
-        values = flat[tensor.values_offset : tensor.values_offset + size_bytes * tensor.count].view(elements)
-        values[:] = there[place.offset : place.offset + place.nbytes].view(elements)[places]
+        word = np.dtype(f"u{size_bytes}")  # 8 bytes at most, and aligned: the staging is a safetensors file
+        now = np.frombuffer(target.segment.memory, word, place.nbytes // size_bytes, place.offset)
+        values = np.frombuffer(segment.memory, word, tensor.count, tensor.values_offset)
+        assert (places[-1:] < len(now)).all()  # and so are all: they rise
+        now.take(places, out=values, mode="clip")  # nothing is clipped; "raise" would write to a copy first
+
+
+def _elements(places: _Places, each: int) -> _Places:
+    """Rising places of parts, of which an element has `each`, as places of elements: rising, none twice."""
+    places = places // each
+    is_new = np.ones(len(places), bool)
+    np.not_equal(places[1:], places[:-1], out=is_new[1:])
+    return np.asarray(places[is_new], np.int64)
 
 
 def _aligned(offset: int) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from weightsync.errors import NotRegisteredError, UnsupportedError, VersionError
 from weightsync.host.agent_calls import Agents, Granted
 from weightsync.host.renewal import Renewal
@@ -160,7 +162,7 @@ class Intake:
             mine.offset != theirs.offset for mine, theirs in zip(layout.parts, publication.parts_of(index), strict=True)
         ):
             raise UnsupportedError(f"{manifest.version} lies in another way than a release of this kind lays it out")
-        memory = memoryview(bytearray(where.data_end))
+        memory = np.empty(where.data_end, np.uint8).data  # the header, and blocks that all have come
         memory[: where.data_start] = layout.header(manifest.version, manifest.model_id)
         self._read(self._agents.source(granted), where.num_blocks, memory, deadline)
         return memory
@@ -168,7 +170,9 @@ class Intake:
     def _deltas(self, granted: Granted, deadline: Deadline) -> tuple[tuple[DeltaLink, memoryview], ...]:
         found = []
         for link in granted.grant.delta or ():
-            memory = memoryview(bytearray(link.blob.data_end))
+            raw = np.empty(link.blob.data_end, np.uint8)
+            raw[: link.blob.data_start] = 0  # no block has it, and it is stored with them
+            memory = raw.data
             self._read(self._agents.blob(granted, link), link.blob.num_blocks, memory, deadline)
             found.append((link, memory))
         return tuple(found)

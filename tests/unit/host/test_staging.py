@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.unit.codec.test_delta_hostile import bounded
 from weightsync.errors import NoRoomError, StateError
 from weightsync.host.staging import Held, Staging, TargetMap
 from weightsync.memory import MappedSegment, folder
@@ -146,6 +147,9 @@ def test_a_source_that_lies_as_the_target_does_is_received_in_place() -> None:
         start = target.offsets["w"] + 4096
         assert (bytes(target.segment.memory[start : start + 4096]) == b"\x07" * 4096) is in_place
         target.segment.memory[start : start + 4096] = bytes(4096)
+    with bounded():  # seen red: it was filled with zeros, and no other thread ran meanwhile
+        aside = into.into(layout.data_start, 256 << 20)
+    assert (len(aside), aside.format, aside.readonly) == (256 << 20, "B", False)
     staging.close()
 
 
