@@ -52,12 +52,14 @@ class Change:
         positions: uint32, 1-D, strictly rising.
         old: 1-D, as many, of the tensor's dtype: what is there, as it was read from the live weights.
         new: likewise, what will be there.
+        checked: whether `positions` are the loader's own memory, and were seen to rise there.
     """
 
     spec: TensorSpec
     positions: torch.Tensor
     old: torch.Tensor
     new: torch.Tensor
+    checked: bool = False
 
 
 class LivePatch:
@@ -95,6 +97,7 @@ class LivePatch:
             positions=torch.from_numpy(where),
             old=torch.empty(len(where), dtype=live.dtype),
             new=values.detach().cpu().contiguous().clone(),
+            checked=True,
         )
         self._parts[update.name] = _Part(live, change)
         return change
