@@ -85,21 +85,26 @@ class LivePatch:
             InvalidRequestError: its positions don't rise strictly within the tensor.
         """
         positions, values = update.positions, update.values
-        if values.dtype != live.dtype or values.dim() != 1 or positions.shape != values.shape:
-            raise ManifestMismatchError(
-                f"got {positions.dtype} {tuple(positions.shape)} and {values.dtype} {tuple(values.shape)} for the "
-                f"elements of a {live.dtype}",
-                parameter=update.name,
-            )
+        _check_kind(live, update)
         where = _checked(positions, live.numel(), update.name)
-        change = Change(
-            spec=spec_of(update.name, live),
-            positions=torch.from_numpy(where),
-            old=torch.empty(len(where), dtype=live.dtype),
-            new=values.detach().cpu().contiguous().clone(),
-            checked=True,
-        )
-        self._parts[update.name] = _Part(live, change)
+        return self._add(live, update.name, torch.from_numpy(where), values.detach().cpu().contiguous().clone())
+
+    def add_checked(self, live: torch.Tensor, update: Patch) -> Change:
+        """As `add`, of uint32 positions that rise, as it has seen of others. Nothing is copied: both tensors are
+        contiguous host memory, which nobody writes until `close`.
+
+        Raises:
+            WeightSyncError: as `add`.
+        """
+        _check_kind(live, update)
+        if update.positions.numel() and int(update.positions[-1]) >= live.numel():
+            raise _not_within(live.numel(), update.name)
+        return self._add(live, update.name, update.positions, update.values)
+
+    def _add(self, live: torch.Tensor, name: str, positions: torch.Tensor, new: torch.Tensor) -> Change:
+        old = torch.empty(len(positions), dtype=live.dtype)
+        change = Change(spec=spec_of(name, live), positions=positions, old=old, new=new, checked=True)
+        self._parts[name] = _Part(live, change)
         return change
 
     def gather(self) -> None:
@@ -303,6 +308,16 @@ def _is_plain(live: torch.Tensor) -> bool:
     return plain and live.data_ptr() % live.element_size() == 0
 
 
+def _check_kind(live: torch.Tensor, update: Patch) -> None:
+    positions, values = update.positions, update.values
+    if values.dtype != live.dtype or values.dim() != 1 or positions.shape != values.shape:
+        raise ManifestMismatchError(
+            f"got {positions.dtype} {tuple(positions.shape)} and {values.dtype} {tuple(values.shape)} for the "
+            f"elements of a {live.dtype}",
+            parameter=update.name,
+        )
+
+
 def _checked(positions: torch.Tensor, numel: int, name: str) -> npt.NDArray[np.uint32]:
     """A copy of them as uint32, after every check: the memory they come from may change at any time."""
     if positions.dtype not in (torch.uint32, torch.int64):
@@ -311,12 +326,16 @@ def _checked(positions: torch.Tensor, numel: int, name: str) -> npt.NDArray[np.u
     if len(where):
         rising = bool((where[1:] > where[:-1]).all())
         if not rising or int(where[0]) < 0 or int(where[-1]) >= min(numel, 1 << 32):
-            raise InvalidRequestError(
-                f"positions rise strictly within the tensor's {numel} elements; these do not",
-                parameter=name,
-                state_left="nothing was written",
-            )
+            raise _not_within(numel, name)
     return where.astype(np.uint32, copy=False)
+
+
+def _not_within(numel: int, name: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"positions rise strictly within the tensor's {numel} elements; these do not",
+        parameter=name,
+        state_left="nothing was written",
+    )
 
 
 def _turns(parts: Mapping[str, _Part]) -> list[list[tuple[str, _Piece]]]:
