@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import torch
 
 from weightsync.codec.model_digest import (
     NARROW,
+    Places,
     ShardSum,
     added,
     block_lanes,
@@ -22,11 +24,11 @@ from weightsync.codec.model_digest import (
     seeds_of,
     sum_of_runs,
 )
-from weightsync.codec.tensor_digest import host_bytes
+from weightsync.codec.tensor_digest import host_bytes, is_plain
 from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, map_all
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
 from weightsync.many import addresses, are_plain, sizes_bytes
-from weightsync.plan.boxes import box_runs, check_partition, only_run, split_box, whole_box
+from weightsync.plan.boxes import box_runs, check_partition, one_run, split_box, whole_box
 from weightsync.tensors import byte_view, cut_out, torch_dtype
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
 from weightsync.types.process import num_cores
@@ -40,8 +42,13 @@ _MANY_BYTES = 256 << 10
 
 _BATCH_BYTES = 16 << 20
 _BATCH_TENSORS = 8192
+_TURNS_EACH = 4
+"""How often each core takes some of a change: one that is late leaves the rest to others."""
 _MOST_GAPS = 8
 """A device sums the gaps between a shard's rows as well: up to so many times the shard."""
+
+PatchPart: TypeAlias = tuple[TensorSpec, torch.Tensor, torch.Tensor, torch.Tensor, bool]
+"""What `patch_sum` takes; and whether positions were seen to rise already, in memory that nobody else writes."""
 
 _keys_of = attrgetter("key_1", "key_2")
 
@@ -174,8 +181,8 @@ def _place(held: HeldTensor, box: Box) -> int | None:
     spec, tensor = held.spec, held.tensor
     if tensor.shape != box.shape or dtype_name(tensor.dtype) != spec.dtype or not are_plain((tensor,)):
         return None
-    first = only_run(spec.shape, box)
-    return None if first is None else first * itemsize_bytes(spec.dtype)
+    run = one_run(spec.shape, box)
+    return None if run is None else run[0] * itemsize_bytes(spec.dtype)
 
 
 def _batch_sum(batch: list[HeldTensor], places: list[int], table: TensorTable | None) -> ShardSum:
@@ -215,18 +222,89 @@ def patch_sum(
     Raises:
         InvalidRequestError: lengths or dtypes don't fit, or positions do not rise within the tensor.
     """
-    where = _checked_positions(spec, positions, old_values, new_values)
+    return patch_sums([(spec, positions, old_values, new_values, False)])[0]
+
+
+def patch_sums(changes: Iterable[PatchPart]) -> list[ShardSum]:
+    """`patch_sum` of each, on all cores: no core waits for the others behind each tensor.
+
+    Args:
+        changes: their memory is kept, and not written, until this returns.
+
+    Raises:
+        InvalidRequestError: as for `patch_sum`, before another change is taken.
+    """
+    sums: list[ShardSum] = []
+    waiting: list[_Elements] = []
+    for spec, positions, old, new, rising in changes:
+        plain = is_plain(positions) and is_plain(old) and is_plain(new)
+        if not plain:  # the host's copy of one such change at a time
+            sums += _sums_of(waiting)
+            waiting = []
+        waiting.append(_elements(spec, positions, old, new, rising=rising))
+        if not plain:
+            sums += _sums_of(waiting)
+            waiting = []
+    return sums + _sums_of(waiting)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Elements:
+    """A change that was checked; `words_each`: items of `old` and `new` to a position."""
+
+    spec: TensorSpec
+    width_bytes: int
+    words_each: int
+    where: Places
+    old: npt.NDArray[Any]
+    new: npt.NDArray[Any]
+
+    def sum_of(self, cut: slice) -> ShardSum:
+        items = slice(cut.start * self.words_each, cut.stop * self.words_each)
+        return change_sum(self.spec, self.width_bytes, self.where[cut], self.old[items], self.new[items])
+
+
+def _elements(
+    spec: TensorSpec, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor, *, rising: bool
+) -> _Elements:
+    where = _checked_positions(spec, positions, old, new, rising=rising)
     size_bytes = itemsize_bytes(spec.dtype)
     kind, words_each = (NARROW[size_bytes][0], 1) if size_bytes in NARROW else (np.uint64, size_bytes // 8)
-    old, new = (np.require(host_bytes(values).view(kind), requirements="A") for values in (old_values, new_values))
+    was, becomes = (np.require(host_bytes(values).view(kind), requirements="A") for values in (old, new))
+    return _Elements(spec, size_bytes, words_each, where, was, becomes)
 
-    def one(cut: slice) -> ShardSum:
-        items = slice(cut.start * words_each, cut.stop * words_each)
-        return change_sum(spec, size_bytes, where[cut], old[items], new[items])
 
-    step = max(SMALL_BYTES // 8, -(-len(where) // num_cores()))
-    cuts = (slice(start, min(start + step, len(where))) for start in range(0, len(where), step))
-    return sum(map_all(one, cuts), ShardSum.zero())
+def _sums_of(changes: Sequence[_Elements]) -> list[ShardSum]:
+    """One for each. A thread takes as many elements as another, of one change or of several."""
+    counts = [len(each.where) for each in changes]
+    step = max(SMALL_BYTES // 8, -(-sum(counts) // (_TURNS_EACH * num_cores())))
+
+    def one(turn: list[tuple[int, slice]]) -> list[tuple[int, ShardSum]]:
+        return [(index, changes[index].sum_of(cut)) for index, cut in turn]
+
+    sums = [ShardSum.zero()] * len(changes)
+    for found in map_all(one, _turns(counts, step)):
+        for index, part in found:
+            sums[index] += part
+    return sums
+
+
+def _turns(counts: Sequence[int], step: int) -> Iterator[list[tuple[int, slice]]]:
+    """Cuts of things with so many elements, in their order: `step` elements together, and what is left over."""
+    turn: list[tuple[int, slice]] = []
+    room = step
+    for index, count in enumerate(counts):
+        start = 0
+        while start < count:
+            stop = min(count, start + room)
+            turn.append((index, slice(start, stop)))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield turn
+                turn, room = [], step
+    if turn:
+        yield turn
 
 
 def digest_of(held: Iterable[HeldTensor], specs: Iterable[TensorSpec]) -> str:
@@ -282,8 +360,9 @@ def _sum_of(held: Iterable[HeldTensor]) -> ShardSum:
 
 
 def _checked_positions(
-    spec: TensorSpec, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor
-) -> npt.NDArray[np.int64]:
+    spec: TensorSpec, positions: torch.Tensor, old: torch.Tensor, new: torch.Tensor, *, rising: bool
+) -> Places:
+    """As they are; `rising`: somebody has seen to that."""
     count = positions.numel()
     if positions.dtype not in (torch.int64, torch.uint32) or positions.dim() != 1:
         raise InvalidRequestError("positions of a patch are int64 or uint32 and 1-D", parameter=spec.name)
@@ -294,8 +373,8 @@ def _checked_positions(
                 parameter=spec.name,
             )
     as_they_are = host_bytes(positions).view(np.int64 if positions.dtype == torch.int64 else np.uint32)
-    where: npt.NDArray[np.int64] = np.require(as_they_are, dtype=np.int64, requirements="A")
-    rising = count == 0 or (where[0] >= 0 and bool((where[1:] > where[:-1]).all()))
-    if not rising or (count and where[-1] >= whole_box(spec.shape).numel):
+    where: Places = np.require(as_they_are, requirements="A")
+    in_order = rising or count == 0 or (where[0] >= 0 and bool((where[1:] > where[:-1]).all()))
+    if not in_order or (count and where[-1] >= whole_box(spec.shape).numel):
         raise InvalidRequestError("positions of a patch rise strictly and lie within the tensor", parameter=spec.name)
     return where

@@ -173,11 +173,16 @@ def runs_sum(data: Any, run_bytes: Any, offsets: Any, key_1: Any, key_2: Any) ->
     return a, b
 
 
-def _patch_signature(item: Any) -> Any:
-    return _LANES(read_only(int64), read_only(item), read_only(item), int64, uint64, uint64)
+def _patch_signatures(*items: Any) -> list[Any]:
+    """Positions are taken as they come: a copy as int64 would be twice the bytes of uint32 ones."""
+    return [
+        _LANES(read_only(where), read_only(item), read_only(item), int64, uint64, uint64)
+        for where in (int64, types.uint32)
+        for item in items
+    ]
 
 
-@compiled(*(_patch_signature(item) for item in (types.uint8, types.uint16, types.uint32)))
+@compiled(*_patch_signatures(types.uint8, types.uint16, types.uint32))
 def patch_sum_narrow(positions: Any, old: Any, new: Any, shift: Any, key_1: Any, key_2: Any) -> Any:
     """Both lanes of a change of elements of 1, 2 or 4 bytes, of which a word has `1 << shift`.
 
@@ -191,7 +196,7 @@ def patch_sum_narrow(positions: Any, old: Any, new: Any, shift: Any, key_1: Any,
     bits_each = uint64(64 >> shift)
     now = int64(0)
     for index in range(len(positions)):
-        position = positions[index]
+        position = int64(positions[index])
         word = position >> shift
         block = word >> 8
         if block != now:
@@ -208,7 +213,7 @@ def patch_sum_narrow(positions: Any, old: Any, new: Any, shift: Any, key_1: Any,
     return a + sum_a * _block_key(now, key_1), b + sum_b * _block_key(now, key_2)
 
 
-@compiled(_LANES(read_only(int64), read_only(uint64), read_only(uint64), int64, uint64, uint64))
+@compiled(*_patch_signatures(uint64))
 def patch_sum_wide(positions: Any, old: Any, new: Any, words_each: Any, key_1: Any, key_2: Any) -> Any:
     """Both lanes of a change of elements of `words_each` words: `old` and `new` have that many for each position."""
     a = uint64(0)
@@ -217,7 +222,7 @@ def patch_sum_wide(positions: Any, old: Any, new: Any, words_each: Any, key_1: A
         for part in range(words_each):
             was = old[index * words_each + part]
             now = new[index * words_each + part]
-            word = positions[index] * words_each + part
+            word = int64(positions[index]) * words_each + part
             block = word >> 8
             at = word & (BLOCK_WORDS - 1)
             a += (_times(now, WORD_KEYS_A[at]) - _times(was, WORD_KEYS_A[at])) * _block_key(block, key_1)

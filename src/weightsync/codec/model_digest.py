@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from weightsync.types.process import num_cores
 from weightsync.types.table import TensorTable
 
 Bytes = npt.NDArray[np.uint8]
+Places: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.uint32]
 
 _RUN_TENSORS = 1024
 _RUN_BYTES = 4 << 20
@@ -148,7 +149,7 @@ def added(lanes: Iterable[tuple[int, int]]) -> ShardSum:
 
 
 def change_sum(
-    spec: TensorSpec, width_bytes: int, places: npt.NDArray[np.int64], old: npt.NDArray[Any], new: npt.NDArray[Any]
+    spec: TensorSpec, width_bytes: int, places: Places, old: npt.NDArray[Any], new: npt.NDArray[Any]
 ) -> ShardSum:
     """As `patch_sum`, of pieces of 1, 2, 4 or a multiple of 8 bytes whatever the dtype, on the caller's thread.
 

@@ -13,7 +13,7 @@ import xxhash
 from weightsync.addresses import Int64s
 from weightsync.codec.model_digest import ShardSum, added, box_sum, kernels, keys_of, sum_of_runs
 from weightsync.codec.threads import batches, map_all
-from weightsync.plan.boxes import only_run
+from weightsync.plan.boxes import one_run
 from weightsync.types import TensorSpec, itemsize_bytes
 from weightsync.types.process import num_cores
 
@@ -121,8 +121,8 @@ def _place(part: TensorSpec) -> int | None:
     """Where in its whole tensor a part begins, in bytes; None where it is no single run of it."""
     if part.box is None:
         return 0
-    first = only_run(part.shape, part.box)
-    return None if first is None else first * itemsize_bytes(part.dtype)
+    run = one_run(part.shape, part.box)
+    return None if run is None else run[0] * itemsize_bytes(part.dtype)
 
 
 def _digests(memory: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> bytes:

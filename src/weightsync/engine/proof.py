@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
-from weightsync.codec.digest import digest_of, patch_sum
+from weightsync.codec.digest import PatchPart, digest_of, patch_sums
 from weightsync.codec.model_digest import ShardSum, patched_digest
 from weightsync.codec.whole import whole_digest
 from weightsync.engine.session import Session
@@ -71,11 +72,16 @@ def prove_patch(loader: WeightLoader, base: PatchBase, manifest: Manifest, chang
     Raises:
         DigestMismatchError: it is not. Nothing was changed.
     """
-    change = ShardSum.zero()
-    for each in loader.prepare_patch():
-        changes[each.spec.name] = patch_sum(each.spec, each.positions, each.old, each.new)
-        change += changes[each.spec.name]
-    digest = patched_digest(base.model_digest, change)
+    names: list[str] = []
+
+    def parts() -> Iterator[PatchPart]:
+        for each in loader.prepare_patch():
+            names.append(each.spec.name)
+            yield each.spec, each.positions, each.old, each.new, each.checked
+
+    sums = patch_sums(parts())
+    changes.update(zip(names, sums, strict=True))
+    digest = patched_digest(base.model_digest, sum(sums, ShardSum.zero()))
     if digest != manifest.model_digest:
         raise DigestMismatchError(
             f"with this patch the engine's weights would have digest {digest}, the trainer published "

@@ -6,7 +6,9 @@ coordinates, and written into the live parts in the pause, through a `LivePlan`;
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +17,13 @@ import torch
 from weightsync.errors import LoadError
 from weightsync.load.live_plan import LivePlan
 from weightsync.load.patching import Change, LivePatch
+from weightsync.plan.boxes import one_run
 from weightsync.tensors import byte_view
 from weightsync.types import Box, Patch
+
+_MOST = (1 << 32) - 1
+_Chosen: TypeAlias = slice | torch.Tensor
+"""Which elements of a change: a slice of them, or their numbers as int64."""
 
 
 class ShardPatch:
@@ -36,7 +43,7 @@ class ShardPatch:
         self._base = base
         self._whole = LivePatch()
         self._live = LivePatch()
-        self._parts: dict[str, tuple[str, npt.NDArray[np.int64]]] = {}  # piece -> its tensor, which of its elements
+        self._parts: dict[str, tuple[str, _Chosen]] = {}  # piece -> its tensor, which of its elements that change
         self.marked: list[str] = []
         self.followed = False
 
@@ -50,14 +57,14 @@ class ShardPatch:
         change = self._whole.add(whole, update)
         if update.name in self._plan.marked and change.positions.numel():
             self.marked.append(update.name)
-        positions = change.positions.numpy().astype(np.int64)
+        positions = change.positions.numpy()
         for index, piece in enumerate(self._plan.pieces.get(update.name, ())):
             chosen, local = _within(positions, tuple(whole.shape), piece.box)
-            if not len(chosen):
+            if not len(local):
                 continue
             key = f"{update.name}[{index}]"
-            values = change.new[torch.from_numpy(chosen)]
-            self._live.add(piece.live, Patch(name=key, positions=torch.from_numpy(local), values=values))
+            part = Patch(name=key, positions=torch.from_numpy(local), values=change.new[chosen])
+            self._live.add_checked(piece.live, part)
             self._parts[key] = update.name, chosen
 
     def gather(self) -> None:
@@ -71,7 +78,7 @@ class ShardPatch:
         before = {change.spec.name: change.old for change in self._whole.changes()}
         for change in self._live.changes():
             name, chosen = self._parts[change.spec.name]
-            expected = before[name][torch.from_numpy(chosen)]
+            expected = before[name][chosen]
             if not torch.equal(change.old.view(torch.uint8), expected.view(torch.uint8)):
                 raise LoadError("live elements are not those of the version that is served", parameter=name)
 
@@ -121,12 +128,18 @@ class ShardPatch:
 
 
 def _within(
-    positions: npt.NDArray[np.int64], shape: tuple[int, ...], box: Box
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Which of these positions of a tensor lie in a box, and where in the box; both rise."""
+    positions: npt.NDArray[np.uint32], shape: tuple[int, ...], box: Box
+) -> tuple[_Chosen, npt.NDArray[np.uint32]]:
+    """Which of these positions of a tensor lie in a box, and where in the box; both rise. Positions rise too, so that
+    those in a box of one run follow one another."""
     if box.shape == shape:
-        return np.arange(len(positions)), positions
-    rest, step = positions, 1
+        return slice(0, len(positions)), positions
+    run = one_run(shape, box)
+    if run is not None:
+        first, count = run
+        low, high = bisect_left(positions, first), bisect_left(positions, first + count)
+        return slice(low, high), positions[low:high] - np.uint32(first & _MOST)  # none is there where it is cut
+    rest, step = positions.astype(np.int64), 1
     for size in shape:
         step *= size
     inside = np.ones(len(positions), dtype=bool)
@@ -138,4 +151,4 @@ def _within(
         inside &= (place >= 0) & (place < extent)
         local = local * extent + place
     chosen = np.flatnonzero(inside)
-    return chosen, local[chosen]
+    return torch.from_numpy(chosen), local[chosen].astype(np.uint32)

@@ -6,10 +6,13 @@ piece by piece on all cores: an element that is not what was gathered, or not wh
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,8 +33,10 @@ from weightsync.types import Patch, TensorSpec
 from weightsync.types.process import num_cores
 
 _PIECE_ELEMENTS = 1 << 16
-"""What a thread does at a time, of one tensor or of several small ones: under a millisecond."""
-_MAX_THREADS = 16
+"""What a thread does at a time at least, of one tensor or of several small ones: under a millisecond."""
+_MAX_THREADS = 48
+_MAX_TURNS = 8 * _MAX_THREADS
+"""Of a large change a thread does more at a time: each turn costs some microseconds in which the others may wait."""
 _BITS: dict[int, tuple[torch.dtype, npt.DTypeLike]] = {
     1: (torch.uint8, np.uint8),
     2: (torch.int16, np.uint16),
@@ -52,12 +57,14 @@ class Change:
         positions: uint32, 1-D, strictly rising.
         old: 1-D, as many, of the tensor's dtype: what is there, as it was read from the live weights.
         new: likewise, what will be there.
+        checked: whether `positions` are the loader's own memory, and were seen to rise there.
     """
 
     spec: TensorSpec
     positions: torch.Tensor
     old: torch.Tensor
     new: torch.Tensor
+    checked: bool = False
 
 
 class LivePatch:
@@ -69,7 +76,8 @@ class LivePatch:
 
     def __init__(self) -> None:
         self._parts: dict[str, _Part] = {}
-        self._turns: list[list[tuple[str, _Piece]]] = []
+        self._turns: list[_Turn] = []
+        self._num_threads = 1
         self._pool: ThreadPoolExecutor | None = None
 
     def add(self, live: torch.Tensor, update: Patch) -> Change:
@@ -83,20 +91,26 @@ class LivePatch:
             InvalidRequestError: its positions don't rise strictly within the tensor.
         """
         positions, values = update.positions, update.values
-        if values.dtype != live.dtype or values.dim() != 1 or positions.shape != values.shape:
-            raise ManifestMismatchError(
-                f"got {positions.dtype} {tuple(positions.shape)} and {values.dtype} {tuple(values.shape)} for the "
-                f"elements of a {live.dtype}",
-                parameter=update.name,
-            )
+        _check_kind(live, update)
         where = _checked(positions, live.numel(), update.name)
-        change = Change(
-            spec=spec_of(update.name, live),
-            positions=torch.from_numpy(where),
-            old=torch.empty(len(where), dtype=live.dtype),
-            new=values.detach().cpu().contiguous().clone(),
-        )
-        self._parts[update.name] = _Part(live, change)
+        return self._add(live, update.name, torch.from_numpy(where), values.detach().cpu().contiguous().clone())
+
+    def add_checked(self, live: torch.Tensor, update: Patch) -> Change:
+        """As `add`, of uint32 positions that rise, as it has seen of others. Nothing is copied: both tensors are
+        contiguous host memory, which nobody writes until `close`.
+
+        Raises:
+            WeightSyncError: as `add`.
+        """
+        _check_kind(live, update)
+        if update.positions.numel() and int(update.positions[-1]) >= live.numel():
+            raise _not_within(live.numel(), update.name)
+        return self._add(live, update.name, update.positions, update.values)
+
+    def _add(self, live: torch.Tensor, name: str, positions: torch.Tensor, new: torch.Tensor) -> Change:
+        old = torch.empty(len(positions), dtype=live.dtype)
+        change = Change(spec=spec_of(name, live), positions=positions, old=old, new=new, checked=True)
+        self._parts[name] = _Part(live, change)
         return change
 
     def gather(self) -> None:
@@ -108,7 +122,8 @@ class LivePatch:
         self.check_memory()
         self._turns = _turns(self._parts)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(min(num_cores(), _MAX_THREADS), thread_name_prefix="weightsync-patch")
+            self._num_threads = min(num_cores(), _MAX_THREADS)
+            self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="weightsync-patch")
         self._run("gather")
 
     def changes(self) -> Iterator[Change]:
@@ -154,23 +169,33 @@ class LivePatch:
 
     def _run(self, step: str) -> None:
         """One step of every piece, on all cores. Returns when no thread touches live weights any more; after an
-        error a device may have writes queued, and `undo` is queued behind them."""
+        error a device may have writes queued, and `undo` is queued behind them.
+
+        Raises:
+            Exception: of the turns that failed the first one's, by their order.
+        """
         if len(self._turns) <= 1 or self._pool is None:
             for turn in self._turns:
                 _take(turn, step)
             return
+        left = deque(enumerate(self._turns))
+        failed: list[tuple[int, BaseException]] = []
         calls = []
         try:
             try:
-                for turn in self._turns:
-                    calls.append(self._pool.submit(_take, turn, step))
-            except BaseException:  # of a thread that can't be started the turn is queued all the same
+                for _ in range(min(self._num_threads, len(self._turns))):
+                    calls.append(self._pool.submit(_take_all, left, failed, step))
+            except BaseException:  # the call of a thread that can't be started is queued all the same
+                left.clear()
                 pool, self._pool = self._pool, None
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
             for call in calls:
                 call.result()
+            if failed:
+                raise min(failed, key=itemgetter(0))[1]
         finally:
+            left.clear()
             for call in calls:
                 call.cancel()
             for call in calls:
@@ -183,14 +208,15 @@ class _Part:
 
     Attributes:
         change: it.
-        pieces: what is done at a time. Each step of one returns how many elements are not as they should be; a tensor
-            of it where torch counts them.
+        piece: what is done, whole: `cuts` are what is done at a time. Each step of one returns how many elements are
+            not as they should be; a tensor of it where torch counts them. None: nothing is.
         on_device: whether the live tensor is not in host memory.
     """
 
     def __init__(self, live: torch.Tensor, change: Change) -> None:
         self.change = change
-        self.pieces = tuple((_plain_pieces if _is_plain(live) else _strided_pieces)(live, change))
+        kind: type[_PlainPiece | _StridedPiece] = _PlainPiece if _is_plain(live) else _StridedPiece
+        self.piece = kind(live, change) if change.positions.numel() else None
         self.on_device = live.device.type != "cpu"
         self._live = live
         self._place = place(live)
@@ -201,34 +227,27 @@ class _Part:
         return place(self._live) != self._place
 
 
-def _plain_pieces(live: torch.Tensor, change: Change) -> Iterator[_Piece]:
-    """Contiguous host memory: compiled loops over it."""
-    bits = _BITS[live.element_size()][1]
-    there = byte_array(live).view(bits)
-    where: npt.NDArray[np.uint32] = change.positions.numpy()
-    old, new = (byte_array(values).view(bits) for values in (change.old, change.new))
-    for start in range(0, len(where), _PIECE_ELEMENTS):
-        cut = slice(start, start + _PIECE_ELEMENTS)
-        yield _PlainPiece(there, where[cut], old[cut], new[cut])
-
-
-def _strided_pieces(live: torch.Tensor, change: Change) -> Iterator[_Piece]:
-    """Any strides, any device, any width: torch's own indexing, all at once. Slower on a CPU, and rare there.
-
-    Positions, old and new elements lie beside the live tensor before the pause: inside it nothing crosses a GPU's bus
-    but one number a tensor.
-    """
-    if change.positions.numel():
-        yield _StridedPiece(live, change)
-
-
 class _PlainPiece:
-    def __init__(self, live: Any, positions: Any, old: Any, new: Any) -> None:
-        self.num_elements = len(positions)
-        self._live = live
-        self._positions = positions
-        self._old = old
-        self._new = new
+    """Contiguous host memory: compiled loops over it."""
+
+    def __init__(self, live: torch.Tensor, change: Change) -> None:
+        bits = _BITS[live.element_size()][1]
+        self._live = byte_array(live).view(bits)
+        self._positions: npt.NDArray[np.uint32] = change.positions.numpy()
+        self._old, self._new = (byte_array(values).view(bits) for values in (change.old, change.new))
+
+    @property
+    def num_elements(self) -> int:
+        return len(self._positions)
+
+    def cuts(self, most_elements: int) -> Iterator[_PlainPiece]:
+        if self.num_elements <= most_elements:
+            yield self
+            return
+        for start in range(0, self.num_elements, most_elements):
+            cut, part = slice(start, start + most_elements), copy.copy(self)
+            part._positions, part._old, part._new = self._positions[cut], self._old[cut], self._new[cut]
+            yield part
 
     def gather(self) -> int:
         return int(kernels().gather(self._live, self._positions, self._old))
@@ -243,6 +262,12 @@ class _PlainPiece:
 
 
 class _StridedPiece:
+    """Any strides, any device, any width: torch's own indexing, all at once. Slower on a CPU, and rare there.
+
+    Positions, old and new elements lie beside the live tensor before the pause: inside it nothing crosses a GPU's bus
+    but one number a tensor.
+    """
+
     def __init__(self, live: torch.Tensor, change: Change) -> None:
         reach = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
         words = max(1, live.element_size() // 8)
@@ -259,6 +284,9 @@ class _StridedPiece:
         self._where = where.to(live.device)
         self._told = change.old.view(bits)
         self._old, self._new = (values.view(bits).to(live.device) for values in (change.old, change.new))
+
+    def cuts(self, most_elements: int) -> Iterator[_StridedPiece]:
+        yield self
 
     def gather(self) -> int:
         self._old.copy_(self._live[self._where])
@@ -281,6 +309,8 @@ class _StridedPiece:
 
 _Piece: TypeAlias = _PlainPiece | _StridedPiece
 """Some elements of one tensor."""
+_Turn: TypeAlias = list[tuple[str, _Piece]]
+"""What a thread does at a time, with the tensors' names."""
 
 
 def check_patchable(name: str, live: torch.Tensor) -> None:
@@ -300,6 +330,16 @@ def _is_plain(live: torch.Tensor) -> bool:
     return plain and live.data_ptr() % live.element_size() == 0
 
 
+def _check_kind(live: torch.Tensor, update: Patch) -> None:
+    positions, values = update.positions, update.values
+    if values.dtype != live.dtype or values.dim() != 1 or positions.shape != values.shape:
+        raise ManifestMismatchError(
+            f"got {positions.dtype} {tuple(positions.shape)} and {values.dtype} {tuple(values.shape)} for the "
+            f"elements of a {live.dtype}",
+            parameter=update.name,
+        )
+
+
 def _checked(positions: torch.Tensor, numel: int, name: str) -> npt.NDArray[np.uint32]:
     """A copy of them as uint32, after every check: the memory they come from may change at any time."""
     if positions.dtype not in (torch.uint32, torch.int64):
@@ -308,30 +348,51 @@ def _checked(positions: torch.Tensor, numel: int, name: str) -> npt.NDArray[np.u
     if len(where):
         rising = bool((where[1:] > where[:-1]).all())
         if not rising or int(where[0]) < 0 or int(where[-1]) >= min(numel, 1 << 32):
-            raise InvalidRequestError(
-                f"positions rise strictly within the tensor's {numel} elements; these do not",
-                parameter=name,
-                state_left="nothing was written",
-            )
+            raise _not_within(numel, name)
     return where.astype(np.uint32, copy=False)
 
 
-def _turns(parts: Mapping[str, _Part]) -> list[list[tuple[str, _Piece]]]:
+def _not_within(numel: int, name: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"positions rise strictly within the tensor's {numel} elements; these do not",
+        parameter=name,
+        state_left="nothing was written",
+    )
+
+
+def _turns(parts: Mapping[str, _Part]) -> list[_Turn]:
     """All pieces, small ones together. Those on a device are one turn: one thread queues all of its work."""
-    turns: list[list[tuple[str, _Piece]]] = []
-    on_devices: list[tuple[str, _Piece]] = []
+    turns: list[_Turn] = []
+    on_devices: _Turn = []
     room = 0
+    most_elements = max(_PIECE_ELEMENTS, sum(part.change.positions.numel() for part in parts.values()) // _MAX_TURNS)
     for name, part in parts.items():
-        if part.on_device:
-            on_devices.extend((name, piece) for piece in part.pieces)
+        if part.piece is None:
             continue
-        for piece in part.pieces:
+        if part.on_device:
+            on_devices.append((name, part.piece))
+            continue
+        for piece in part.piece.cuts(most_elements):
             if piece.num_elements > room:
                 turns.append([])
-                room = _PIECE_ELEMENTS
+                room = most_elements
             turns[-1].append((name, piece))
             room -= piece.num_elements
     return [on_devices, *turns] if on_devices else turns
+
+
+def _take_all(left: deque[tuple[int, _Turn]], failed: list[tuple[int, BaseException]], step: str) -> None:
+    """Turn after turn of what is left, which other threads take from too. One that fails is the last of all."""
+    while True:
+        try:
+            index, turn = left.popleft()
+        except IndexError:
+            return
+        try:
+            _take(turn, step)
+        except BaseException as error:
+            left.clear()
+            failed.append((index, error))
 
 
 def _take(turn: Iterable[tuple[str, _Piece]], step: str) -> None:

@@ -55,25 +55,25 @@ def box_runs(shape: tuple[int, ...], box: Box) -> tuple[int, npt.NDArray[np.int6
         raise InvalidRequestError(f"{box} lies outside shape {shape}")
     if box.numel == 0:
         return 0, np.empty(0, dtype=np.int64)
-    split = _num_outer(shape, box)
+    split, strides = _split(shape, box), _strides(shape)
     run_elements = math.prod(box.shape[split:])
-    strides = _strides(shape)
-    first = sum(start * stride for start, stride in zip(box.offset, strides, strict=True))
-    offsets = np.full(1, first, dtype=np.int64)
+    offsets = np.full(1, _first(box, strides), dtype=np.int64)
     for extent, stride in zip(box.shape[:split], strides[:split], strict=True):
         steps = np.arange(extent, dtype=np.int64) * stride
         offsets = (offsets[:, None] + steps[None, :]).reshape(-1)
     return run_elements, offsets
 
 
-def only_run(shape: tuple[int, ...], box: Box) -> int | None:
-    """Where in the flat, row-major, global tensor a box begins that is one run of it; as `box_runs`, and cheap.
-
-    None where it is several or none, or lies outside.
-    """
-    if not box.fits(shape) or 0 in box.shape or any(extent > 1 for extent in box.shape[: _num_outer(shape, box)]):
+def one_run(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
+    """`(first, elements)` of a box whose elements follow one another in the flat, row-major, global tensor; None where
+    they don't, or where the box lies outside. As `box_runs`, at no cost."""
+    if not box.fits(shape):
         return None
-    return sum(start * stride for start, stride in zip(box.offset, _strides(shape), strict=True))
+    if box.numel == 0:
+        return 0, 0
+    if math.prod(box.shape[: _split(shape, box)]) != 1:
+        return None
+    return _first(box, _strides(shape)), box.numel
 
 
 def split_box(box: Box, max_elements: int) -> Iterator[Box]:
@@ -133,12 +133,17 @@ def _first_overlap(parts: list[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def _num_outer(shape: tuple[int, ...], box: Box) -> int:
-    """How many dimensions lead from one run of a box to the next."""
+def _split(shape: tuple[int, ...], box: Box) -> int:
+    """The first dimension of a run of a box that is not empty."""
     split = len(shape)
     while split > 0 and box.shape[split - 1] == shape[split - 1]:
         split -= 1
     return max(0, split - 1)  # the first dimension from behind that is cut still belongs to the run
+
+
+def _first(box: Box, strides: tuple[int, ...]) -> int:
+    """Where a box begins in the flat tensor."""
+    return sum(start * stride for start, stride in zip(box.offset, strides, strict=True))
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +17,7 @@ from tests.unit.codec import digest_reference as reference
 from weightsync.codec import digest as module
 from weightsync.codec import model_digest as model_module
 from weightsync.codec import tensor_digest as tensor_digest_module
-from weightsync.codec.digest import digest_of, patch_sum, shard_sum, shard_sums
+from weightsync.codec.digest import PatchPart, digest_of, patch_sum, patch_sums, shard_sum, shard_sums
 from weightsync.codec.model_digest import ShardSum, model_digest, patched_digest
 from weightsync.codec.tensor_digest import tensor_digest, tensor_digests
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
@@ -330,6 +332,92 @@ def test_a_large_patch_goes_through_several_threads(monkeypatch: pytest.MonkeyPa
         places = torch.arange(a.numel())
         change = patch_sum(spec_for(a), places, a, b)
         assert shard_sum(whole(a)) + change == shard_sum(whole(b))
+
+
+@st.composite
+def changes_of(draw: st.DrawFn) -> tuple[PatchPart, ShardSum]:
+    """Some elements of a tensor, or none; and what the whole tensor adds after, without what it added before."""
+    old = draw(tensors())
+    name = draw(st.sampled_from("abc"))
+    chosen = sorted(draw(st.sets(st.integers(0, old.numel() - 1)))) if old.numel() else []
+    positions = torch.tensor(chosen, dtype=torch.int64)
+    size = old.element_size()
+    values = random_tensor(str(old.dtype).removeprefix("torch."), (len(chosen),), 77)
+    new = old.clone()
+    bits = [whole.view(-1).view(torch.uint8).view(-1, size) for whole in (old, new)]
+    bits[1][positions] = values.view(torch.uint8).view(-1, size)
+    before = bits[0][positions].view(-1).view(old.dtype)
+    if draw(st.booleans()):  # what is not one piece of memory
+        before, values = (torch.stack([part, part], dim=1)[:, 1] for part in (before, values))
+    kind = draw(st.sampled_from([torch.int64, torch.uint32]))
+    was, becomes = shard_sum(whole(old, name)), shard_sum(whole(new, name))
+    change = ShardSum(
+        lane_a=(becomes.lane_a - was.lane_a) % (1 << 64), lane_b=(becomes.lane_b - was.lane_b) % (1 << 64)
+    )
+    return (spec_for(old, name), positions.to(kind), before, values, draw(st.booleans())), change
+
+
+@quick
+@given(changes=st.lists(changes_of(), max_size=6), step=st.integers(1, 9))
+def test_many_changes_sum_as_the_tensors_do(changes: list[tuple[PatchPart, ShardSum]], step: int) -> None:
+    """All dtypes, no element or some, cut anywhere and several in one cut, on threads."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "num_cores", lambda: 100)
+        patched.setattr(module, "SMALL_BYTES", 8 * step)
+        assert patch_sums(part for part, _ in changes) == [change for _, change in changes]
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint32], ids=str)
+def test_positions_are_summed_where_they_lie(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: uint32 ones, which is what travels, were copied as int64: three times their bytes."""
+    positions = torch.arange(0, 3000, 3).to(kind)
+    seen: list[np.ndarray[Any, Any]] = []
+    real = module.change_sum
+
+    def noted(spec: TensorSpec, width: int, places: Any, *values: Any) -> ShardSum:
+        seen.append(places)
+        return real(spec, width, places, *values)
+
+    monkeypatch.setattr(module, "change_sum", noted)
+    for dtype in ("bfloat16", "complex128"):
+        old, new = (random_tensor(dtype, (1000,), seed) for seed in (1, 2))
+        patch_sum(TensorSpec(name="w", dtype=dtype, shape=(3000,)), positions, old, new)
+    assert len(seen) == 2
+    assert all(np.shares_memory(places, positions.numpy()) for places in seen)
+
+
+def test_many_changes_are_one_work_for_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: of many tensors each was a work of its own, whose end all cores waited for."""
+    works: list[int] = []
+    real = module.map_all
+
+    def noted(function: Any, items: Any) -> Any:
+        given_ = list(items)
+        works.append(len(given_))
+        return real(function, given_)
+
+    monkeypatch.setattr(module, "num_cores", lambda: 4)
+    monkeypatch.setattr(module, "SMALL_BYTES", 800)
+    monkeypatch.setattr(module, "map_all", noted)
+    old, new = (random_tensor("bfloat16", (50,), seed) for seed in (1, 2))
+    spec = TensorSpec(name="w", dtype="bfloat16", shape=(50,))
+    sums = patch_sums((spec, torch.arange(50), old, new, False) for _ in range(8))
+    assert sums == [patch_sum(spec, torch.arange(50), old, new)] * 8
+    assert works[0] == 4  # 100 elements each
+    works.clear()
+    apart = torch.stack([new, new], dim=1)[:, 0]
+    assert patch_sums((spec, torch.arange(50), old, apart, False) for _ in range(3)) == sums[:3]
+    assert [num for num in works if num] == [1, 1, 1], "of what does not lie in one piece there is one copy at a time"
+
+
+def test_positions_that_were_seen_to_rise_are_not_looked_at_again() -> None:
+    spec = TensorSpec(name="w", dtype="float32", shape=(3, 4))
+    falling, old, new = torch.tensor([5, 2]), torch.zeros(2), torch.ones(2)
+    assert patch_sums([(spec, falling, old, new, True)]) == [patch_sum(spec, falling.flip(0), old, new)]
+    with pytest.raises(InvalidRequestError, match="rise"):
+        patch_sums([(spec, falling, old, new, False)])
+    with pytest.raises(InvalidRequestError, match="lie within"):
+        patch_sums([(spec, torch.tensor([5, 12]), old, new, True)])
 
 
 @pytest.mark.parametrize("positions", [[0, 0], [1, 0], [-1, 0], [0, 12]])

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from tests.unit.host.fakes import LONG_S, RUN, Bench, LoaderSpy, begin, chunk, init, manifest, model, weights
+from weightsync.codec.digest import patch_sum
+from weightsync.codec.model_digest import ShardSum, model_digest
+from weightsync.engine.proof import prove_patch
 from weightsync.errors import (
     DeadlineExceededError,
     DigestMismatchError,
@@ -31,8 +34,9 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.load.module import ModuleWeightLoader
+from weightsync.load.patching import Change
 from weightsync.types import HeldTensor, StageRequest, TensorSpec, Version
-from weightsync.types.engine import CHECK_RUN
+from weightsync.types.engine import CHECK_RUN, PatchBase
 
 TENSORS = ("0.weight", "0.bias", "1.weight", "1.bias")
 
@@ -727,3 +731,48 @@ def test_in_place_half_loaded_is_never_called_serving() -> None:
     works_again(bench)
     assert bench.worker.describe().serving
     assert weights(3)
+
+
+# --- the proof of a patch ---
+
+
+class Changing:
+    """A loader whose changes are what somebody says that they are."""
+
+    def __init__(self, *changes: Change, then: Exception | None = None) -> None:
+        self._changes, self._then = changes, then
+
+    def prepare_patch(self) -> Iterator[Change]:
+        yield from self._changes
+        if self._then is not None:
+            raise self._then
+
+
+def change_of(name: str, positions: list[int], *, checked: bool = False) -> Change:
+    spec = TensorSpec(name=name, dtype="float32", shape=(3, 4))
+    where = torch.tensor(positions).to(torch.uint32)
+    values = torch.zeros(len(positions)), torch.arange(1.0, len(positions) + 1)
+    return Change(spec=spec, positions=where, old=values[0], new=values[1], checked=checked)
+
+
+def test_the_sum_of_a_patch_is_that_of_each_change_in_it() -> None:
+    good = [change_of("a", [0, 5, 11], checked=True), change_of("b", []), change_of("c", [3])]
+    specs = [each.spec for each in good]
+    sums = [patch_sum(each.spec, each.positions, each.old, each.new) for each in good]
+    before = model_digest(specs, ShardSum.zero())
+    after = msgspec.structs.replace(manifest(), model_digest=model_digest(specs, sum(sums, ShardSum.zero())))
+    base = PatchBase(version=Version(run_id=RUN, number=0), model_digest=before)
+    found: dict[str, ShardSum] = {}
+    assert prove_patch(Changing(*good), base, after, found) == after.model_digest  # type: ignore[arg-type]
+    assert found == dict(zip("abc", sums, strict=True))
+    other = change_of("c", [4])
+    with pytest.raises(DigestMismatchError, match="nothing was changed"):
+        prove_patch(Changing(*good[:2], other), base, after, {})  # type: ignore[arg-type]
+
+
+def test_what_a_loader_has_not_seen_to_rise_is_looked_at_before_the_next_change() -> None:
+    base = PatchBase(version=Version(run_id=RUN, number=0), model_digest="wsd2:" + "0" * 32)
+    loader = Changing(change_of("a", [5, 2]), then=LoadError("the next one"))
+    with pytest.raises(InvalidRequestError, match="rise") as caught:
+        prove_patch(loader, base, manifest(seed=1), {})  # type: ignore[arg-type]
+    assert caught.value.parameter == "a"

@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.errors import LoadError
+from weightsync.errors import InvalidRequestError, LoadError, ManifestMismatchError
+from weightsync.load import live as module
 from weightsync.load.live import ShardPatch
 from weightsync.load.live_plan import LivePiece, LivePlan
 from weightsync.types import Box, Patch
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int64": torch.int64}
+DTYPES = {name: getattr(torch, name) for name in ("int8", "bfloat16", "float32", "int64", "complex64")}
 
 
 class Shards:
@@ -139,3 +140,71 @@ def test_what_was_proved_is_what_is_written_though_its_memory_has_another_owner_
     assert [change.new.tolist() for change in patch.changes()] == [[100.0, 200.0]]
     assert live[[1, 5]].tolist() == [100.0, 200.0]
     patch.close()
+
+
+# --- which elements of a change lie in a part ---
+
+
+@st.composite
+def positions_and_box(draw: st.DrawFn) -> tuple[list[int], tuple[int, ...], Box]:
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    cuts = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in shape]
+    box = Box(offset=tuple(a for a, _ in cuts), shape=tuple(b - a for a, b in cuts))
+    if draw(st.booleans()):  # a shard along the first dimension
+        box = Box(offset=(box.offset[0], *[0] * (len(shape) - 1)), shape=(box.shape[0], *shape[1:]))
+    chosen = draw(st.sets(st.integers(0, int(np.prod(shape)) - 1)))
+    return sorted(chosen), shape, box
+
+
+@given(positions_and_box())
+def test_a_part_has_the_elements_that_numpy_finds_in_it(case: tuple[list[int], tuple[int, ...], Box]) -> None:
+    positions, shape, box = case
+    chosen, local = module._within(np.array(positions, dtype=np.uint32), shape, box)
+    flat = np.arange(int(np.prod(shape))).reshape(shape)
+    inside = flat[cut(box)].reshape(-1).tolist()
+    expected = [at for at in positions if at in inside]
+    assert local.dtype == np.uint32
+    assert [inside[at] for at in local.tolist()] == expected
+    assert torch.tensor(positions, dtype=torch.int64)[chosen].tolist() == expected
+
+
+@pytest.mark.parametrize("rows", [(0, 1), (3, 2), (4, 1), (7, 1)], ids=str)
+def test_parts_behind_the_places_that_have_numbers_have_no_change(rows: tuple[int, int]) -> None:
+    """A tensor of 2^33 elements, of which a patch reaches the first half."""
+    shape, positions = (8, 1 << 30), np.array([0, 5, 1 << 30, (3 << 30) + 7, (1 << 32) - 1], dtype=np.uint32)
+    chosen, local = module._within(positions, shape, Box(offset=(rows[0], 0), shape=(rows[1], 1 << 30)))
+    first, end = rows[0] << 30, sum(rows) << 30
+    assert (local.astype(np.int64) + first).tolist() == [int(at) for at in positions if first <= at < end]
+    assert positions[chosen].tolist() == (local.astype(np.int64) + first).tolist()
+
+
+def test_a_part_that_is_one_run_is_a_slice_of_the_change() -> None:
+    """Seen red: all of it was copied, twice as wide, for each part; and checked again."""
+    base = torch.arange(60.0).reshape(12, 5)
+    boxes = [Box(offset=(0, 0), shape=(12, 5)), Box(offset=(4, 0), shape=(4, 5))]
+    pieces = tuple(LivePiece(name="t", box=box, live=base[cut(box)].clone(), owner="t") for box in boxes)
+    patch = ShardPatch(LivePlan(pieces={"t": pieces}, marked={}, _places={}), {"t": base})
+    where = torch.tensor([1, 19, 20, 33, 39, 40], dtype=torch.uint32)
+    patch.add(Patch(name="t", positions=where, values=torch.arange(6.0) + 100))
+    [change], (whole, rows) = list(patch.changes()), list(patch._live.changes())
+    assert whole.positions.data_ptr() == change.positions.data_ptr()
+    assert rows.positions.tolist() == [0, 13, 19]
+    assert whole.new.data_ptr() == change.new.data_ptr()
+    assert rows.new.data_ptr() == change.new[2:].data_ptr()
+    assert rows.old.data_ptr() != change.old.data_ptr(), "what is live is read, and compared with the base"
+    patch.gather()
+    patch.apply()
+    assert pieces[0].live.view(-1)[where.long()].tolist() == [100, 101, 102, 103, 104, 105]
+    assert pieces[1].live.view(-1)[[0, 13, 19]].tolist() == [102, 103, 104]
+    patch.close()
+
+
+def test_a_part_of_another_size_or_dtype_than_its_box_is_not_written() -> None:
+    base = torch.zeros(8)
+    update = Patch(name="t", positions=torch.tensor([1, 7]), values=torch.ones(2))
+    for live, kind in ((torch.zeros(7), InvalidRequestError), (torch.zeros(8).half(), ManifestMismatchError)):
+        piece = LivePiece(name="t", box=Box(offset=(0,), shape=(8,)), live=live, owner="t")
+        patch = ShardPatch(LivePlan(pieces={"t": (piece,)}, marked={}, _places={}), {"t": base})
+        with pytest.raises(kind) as caught:
+            patch.add(update)
+        assert caught.value.parameter == "t[0]"

@@ -527,3 +527,114 @@ def test_a_thread_that_can_not_be_started_leaves_no_turn_behind(monkeypatch: pyt
     assert not too_late
     assert loader.healthy
     assert live_bytes(module) == before
+
+
+# --- turns ---
+
+
+def in_turns(
+    monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> tuple[Buffers, ModuleWeightLoader, patching.LivePatch]:
+    """A patch of some 40 turns that waits for its commit."""
+    monkeypatch.setattr(patching, "_PIECE_ELEMENTS", 4)
+    monkeypatch.setattr(patching, "num_cores", lambda: num_threads)
+    module = Buffers(w=raw(400, dtype=torch.int32))
+    loader, _ = prepared(module)
+    live = loader._patch
+    assert live is not None
+    assert len(live._turns) > 30
+    return module, loader, live
+
+
+def test_threads_take_turns_and_none_is_handed_out_in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: each turn was submitted by itself, a thousand of them for a large change."""
+    _, loader, live = in_turns(monkeypatch, 3)
+    pool, take, turns = live._pool, patching._take, list(live._turns)
+    assert pool is not None
+    submit, submitted, taken = pool.submit, [], []
+
+    def counted(*args: Any) -> Any:
+        submitted.append(args)
+        return submit(*args)
+
+    def noted(turn: Any, step: str) -> None:
+        taken.append((step, turns.index(turn)))
+        take(turn, step)
+
+    monkeypatch.setattr(pool, "submit", counted)
+    monkeypatch.setattr(patching, "_take", noted)
+    loader.commit(V2)
+    assert len(submitted) == 3
+    loader.rollback()
+    assert len(submitted) == 6
+    assert sorted(taken) == [(step, index) for step in ("apply", "undo") for index in range(len(turns))]
+
+
+def test_behind_a_failure_no_turn_is_taken_and_the_first_turns_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: while the first turn ran, others were taken though one had failed."""
+    module, loader, live = in_turns(monkeypatch, 2)
+    before = live_bytes(module)
+    take, turns = patching._take, list(live._turns)
+    failed, third, taken = threading.Event(), threading.Event(), []
+
+    def one_fails(turn: Any, step: str) -> None:
+        if step == "apply":
+            taken.append(turns.index(turn))
+            if len(taken) > 2:
+                third.set()
+            if turn is turns[0]:
+                assert failed.wait(5)
+                third.wait(0.2)  # it does not come: nothing else tells
+                raise MemoryError("of the first")
+            failed.set()
+            raise MemoryError("of the second")
+        take(turn, step)
+
+    monkeypatch.setattr(patching, "_take", one_fails)
+    with pytest.raises(LoadError) as caught:
+        loader.commit(V2)
+    assert str(caught.value.__cause__) == "of the first"
+    assert sorted(taken) == [0, 1]
+    assert loader.healthy
+    assert live_bytes(module) == before
+
+
+def test_nobody_writes_any_more_when_an_undo_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One turn of the undo fails at once, another is slow."""
+    _, loader, live = in_turns(monkeypatch, 4)
+    take, turns = patching._take, list(live._turns)
+    slow, returned, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def some_fail(turn: Any, step: str) -> None:
+        if step == "apply":
+            raise MemoryError("no")
+        if turn is turns[0]:
+            assert slow.wait(5)
+            raise MemoryError("nor back")
+        if not slow.is_set():
+            slow.set()
+            returned.wait(0.2)  # it does not come before this ends: nothing else tells
+            take(turn, step)
+            ended.set()
+
+    monkeypatch.setattr(patching, "_take", some_fail)
+    with pytest.raises(LoadError, match="nor back"):
+        loader.commit(V2)
+    over = ended.is_set()
+    returned.set()
+    assert over
+    assert not loader.healthy
+
+
+def test_a_large_change_has_larger_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: pieces were of one size, so that a large change had more turns than threads can use."""
+    monkeypatch.setattr(patching, "_MAX_TURNS", 10)
+    monkeypatch.setattr(patching, "_PIECE_ELEMENTS", 4)
+    monkeypatch.setattr(patching, "num_cores", lambda: 3)
+    module = Buffers(w=raw(400, dtype=torch.int32), v=raw(7, dtype=torch.bfloat16), s=raw(9, 9, dtype=torch.int8).t())
+    loader, after = prepared(module)
+    live = loader._patch
+    assert live is not None
+    assert sum(len(turn) for turn in live._turns) <= 13
+    loader.commit(V2)
+    assert is_now(module, after)

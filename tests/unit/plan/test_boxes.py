@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
-from weightsync.plan.boxes import box_runs, check_partition, only_run, overlap, split_box, whole_box
+from weightsync.plan.boxes import box_runs, check_partition, one_run, overlap, split_box, whole_box
 from weightsync.types import Box
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -41,7 +41,20 @@ def test_runs_are_numpys_elements_in_order(case: tuple[tuple[int, ...], list[Box
     run, offsets = box_runs(shape, box)
     assert offsets.dtype == np.int64
     assert [int(start) + step for start in offsets for step in range(run)] == elements(shape, box)
-    assert only_run(shape, box) == (int(offsets[0]) if len(offsets) == 1 else None)
+
+
+@given(shape_and_boxes(1))
+def test_a_box_of_one_run_is_known(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, [box] = case
+    found, wanted = one_run(shape, box), elements(shape, box)
+    follow = not wanted or wanted == list(range(wanted[0], wanted[0] + len(wanted)))
+    assert (found is not None) == follow
+    if found is not None:
+        assert list(range(found[0], found[0] + found[1])) == wanted
+
+
+def test_a_box_outside_is_no_run() -> None:
+    assert one_run((4, 5), Box(offset=(0, 3), shape=(1, 4))) is None
 
 
 @pytest.mark.parametrize(
@@ -68,7 +81,6 @@ def test_a_box_outside_is_refused() -> None:
         box_runs((2, 3), Box(offset=(1, 0), shape=(2, 3)))
     with pytest.raises(InvalidRequestError, match="dimensions"):
         overlap(whole_box((2,)), whole_box((2, 1)))
-    assert only_run((2, 3), Box(offset=(1, 0), shape=(2, 3))) is None
 
 
 @given(shape_and_boxes(2))
