@@ -12,8 +12,8 @@ import xxhash
 
 from weightsync.addresses import Int64s
 from weightsync.codec.model_digest import ShardSum, box_sum, kernels, keys_of
-from weightsync.codec.threads import batches, map_all
 from weightsync.plan.boxes import box_runs
+from weightsync.threads import batches, map_all
 from weightsync.types import TensorSpec
 
 _SMALL_BYTES = 256 << 10

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.codec import threads
+from weightsync import threads
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
     """Forked while another thread holds the lock: the child must neither wait for it nor for its parent's threads."""
     program = """
 import os, signal, sys, threading
-from weightsync.codec import threads
+from weightsync import threads
 threads.num_cores = lambda: 2
 assert threads.map_all(lambda item: item + 1, range(4)) == [1, 2, 3, 4]
 threads._lock.acquire()
