@@ -35,8 +35,8 @@ from weightsync.codec.delta import EncodedDelta, encode_delta
 from weightsync.codec.delta_cost import CostModel
 from weightsync.codec.delta_reader import DeltaReader, UnitChange
 from weightsync.codec.delta_units import Unit, plan_units
-from weightsync.codec.threads import map_all
 from weightsync.memory import Segment
+from weightsync.threads import map_all
 
 ROWS = {
     "delta_encode": "diff and encode one real AdamW update, all cores, over one memcpy of the model",

@@ -1,7 +1,7 @@
 """`numba.njit` as every compiled loop here uses it. Importing this module imports numba.
 
-Loops are compiled for given types when their module is imported, release the GIL, and are serial: `codec.threads` says
-why numba's own threads are not used.
+Loops are compiled for given types when their module is imported, release the GIL, and are serial: `weightsync.threads`
+says why numba's own threads are not used.
 
 What was compiled is kept on disk. numba looks at the file of a loop alone to know whether it is still the one that was
 compiled; but a loop has in it what it calls from other files. So its name there has a digest of all of them.

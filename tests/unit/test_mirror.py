@@ -174,7 +174,6 @@ ELSEWHERE = {
     "host/progress": "multiproc/test_pull_slow.py",
     "host/settings": "unit/host/test_service.py",
     "host/staged_requests": "unit/engine/test_embedded_patches.py",
-    "host/staged_version": "unit/agent/test_grants_renewal.py",
     "load/patch_kernels": "unit/load/test_patching.py",
     "load/base": "contract/test_loader_contract.py",
     "memory/host": "multiproc/test_local_user.py",

@@ -10,8 +10,8 @@ from weightsync.agent.proved import Proved, StoredDelta
 from weightsync.codec.delta import EncodedDelta, Search, encode_delta
 from weightsync.codec.delta_cost import CostModel
 from weightsync.codec.delta_units import Unit, plan_units
-from weightsync.codec.threads import map_all
 from weightsync.memory import MappedSegment, Segment
+from weightsync.threads import map_all
 from weightsync.transfer.blocks import checksum
 from weightsync.types.publication import Source, fitting_block_bytes
 

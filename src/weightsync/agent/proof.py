@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from weightsync.codec.model_digest import warm_up
 from weightsync.codec.runs import Runs, digests_and_sum, runs_of
-from weightsync.codec.threads import map_all
 from weightsync.memory import MappedSegment
+from weightsync.threads import map_all
 from weightsync.transfer.blocks import checksum
 from weightsync.types.process import num_cores
 from weightsync.types.publication import Publication, SourceProof

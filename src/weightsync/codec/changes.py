@@ -25,9 +25,9 @@ from weightsync.codec import delta_kernels as kernels
 from weightsync.codec.base import Codec, Decoder, Encoder
 from weightsync.codec.full import FullCodec, FullDecoder, FullEncoder
 from weightsync.codec.patch import POSITIONS, VALUES
-from weightsync.codec.threads import map_all
 from weightsync.errors import ConfigError, DeltaTooLargeError, InvalidRequestError
 from weightsync.tensors import byte_view
+from weightsync.threads import map_all
 from weightsync.types import EngineReply, Manifest, PatchBase, WeightChunk
 from weightsync.types.requests import MAX_PATCHED_ELEMENTS
 from weightsync.types.spec import MAX_NAME_LENGTH

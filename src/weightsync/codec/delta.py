@@ -18,8 +18,8 @@ from weightsync.codec.delta_cost import CostModel, Work
 from weightsync.codec.delta_format import Form, write_head
 from weightsync.codec.delta_reader import coding
 from weightsync.codec.delta_units import MAX_UNIT_BYTES, Unit
-from weightsync.codec.threads import map_all
 from weightsync.errors import DeltaTooLargeError, InvalidRequestError
+from weightsync.threads import map_all
 
 if TYPE_CHECKING:
     from weightsync.codec.delta_planes import Found, Payload, Scratch

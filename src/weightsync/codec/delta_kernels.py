@@ -1,6 +1,6 @@
 """The compiled loops of the delta codec. Importing this module imports numba and compiles.
 
-Everything here is serial, releases the GIL and shares nothing, so `codec.threads` runs several at once. The format
+Everything here is serial, releases the GIL and shares nothing, so `weightsync.threads` runs several at once. The format
 that these loops write and read is docs/delta-format.md.
 
 Elements are the bits of `old` and `new`, bytes of any alignment; `bits` is an element's width (8, 16, 32, 64) and

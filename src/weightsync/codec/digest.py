@@ -25,11 +25,11 @@ from weightsync.codec.model_digest import (
     sum_of_runs,
 )
 from weightsync.codec.tensor_digest import host_bytes, is_plain
-from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, map_all
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
 from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, one_run, split_box, whole_box
 from weightsync.tensors import byte_view, cut_out, torch_dtype
+from weightsync.threads import PIECE_BYTES, SMALL_BYTES, map_all
 from weightsync.types import Box, HeldTensor, TensorSpec, dtype_name, itemsize_bytes
 from weightsync.types.process import num_cores
 from weightsync.types.table import TensorTable

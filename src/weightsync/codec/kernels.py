@@ -1,7 +1,7 @@
 """The compiled loops of the shard-independent digest. Importing this module imports numba and compiles.
 
 `codec.digest` imports it at first use. Everything here is serial, releases the GIL and shares nothing, so
-`codec.threads` runs several at once. The definition that these loops implement is design/0002-digests.md;
+`weightsync.threads` runs several at once. The definition that these loops implement is design/0002-digests.md;
 the slow reference in tests/unit/codec is the same in plain Python.
 
 All arithmetic is on uint64 and wraps. (numba turns uint64 with int64 into float64: every literal is cast.) The long

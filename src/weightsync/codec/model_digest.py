@@ -19,9 +19,9 @@ import numpy.typing as npt
 import xxhash
 
 from weightsync.addresses import Int64s, check_addresses, loops
-from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, map_all
 from weightsync.errors import InvalidRequestError
 from weightsync.plan.boxes import box_runs, split_box, whole_box
+from weightsync.threads import PIECE_BYTES, SMALL_BYTES, map_all
 from weightsync.types import Box, TensorSpec, itemsize_bytes
 from weightsync.types.manifest import MODEL_DIGEST_PREFIX, check_model_digest
 from weightsync.types.process import num_cores

@@ -12,8 +12,8 @@ import xxhash
 
 from weightsync.addresses import Int64s
 from weightsync.codec.model_digest import ShardSum, added, box_sum, kernels, keys_of, sum_of_runs
-from weightsync.codec.threads import batches, map_all
 from weightsync.plan.boxes import one_run
+from weightsync.threads import batches, map_all
 from weightsync.types import TensorSpec, itemsize_bytes
 from weightsync.types.process import num_cores
 

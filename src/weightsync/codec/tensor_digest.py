@@ -12,10 +12,10 @@ import torch
 import xxhash
 
 from weightsync.addresses import view_of_runs
-from weightsync.codec.threads import PIECE_BYTES, SMALL_BYTES, batches, map_all
 from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import split_box, whole_box
 from weightsync.tensors import byte_array, byte_view, cut_out
+from weightsync.threads import PIECE_BYTES, SMALL_BYTES, batches, map_all
 from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
 
 _RUN_BYTES = 4 << 20

@@ -17,11 +17,11 @@ import torch
 from weightsync.addresses import Int64s, pieces
 from weightsync.codec.digest import PartSums, shard_sums
 from weightsync.codec.model_digest import ShardSum, keys_of, lanes_of_whole, model_digest, sum_of_runs
-from weightsync.codec.threads import map_all
 from weightsync.copying import cast_runs
 from weightsync.errors import ManifestMismatchError
 from weightsync.many import addresses, are_plain, sizes_bytes, sorted_out
 from weightsync.tensors import spec_of, torch_dtype
+from weightsync.threads import map_all
 from weightsync.types import HeldTensor, TensorTable, WeightChunk
 
 _SMALL_BYTES = 256 << 10

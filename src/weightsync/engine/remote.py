@@ -13,7 +13,6 @@ import torch
 
 from weightsync.codec.full import FullCodec
 from weightsync.codec.model_digest import ShardSum, model_digest
-from weightsync.codec.threads import batches
 from weightsync.codec.whole import SummedChunks
 from weightsync.errors import (
     ConfigError,
@@ -29,6 +28,7 @@ from weightsync.load.base import WeightLoader
 from weightsync.load.whole import check_closed, check_complete, check_open, check_verified, whole_tensor
 from weightsync.net.routes import address_towards
 from weightsync.observe import LONG_RUN_BYTES, Recorder
+from weightsync.threads import batches
 from weightsync.transfer.base import WeightTransferStrategy
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
 from weightsync.transfer.sglang import SGLangTransferStrategy

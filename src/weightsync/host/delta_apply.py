@@ -18,10 +18,10 @@ import numpy.typing as npt
 from weightsync.codec.delta_reader import DeltaReader, UnitChange
 from weightsync.codec.delta_units import Unit, plan_units
 from weightsync.codec.model_digest import ShardSum, change_sum
-from weightsync.codec.threads import map_all
 from weightsync.errors import DigestMismatchError
 from weightsync.host.staging import TargetMap
 from weightsync.plan.boxes import whole_box
+from weightsync.threads import map_all
 from weightsync.types import TensorSpec, itemsize_bytes
 from weightsync.types.publication import DeltaLink, Source
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from weightsync.codec.model_digest import ShardSum, model_digest
-from weightsync.codec.tensor_digest import tensor_digest
+from weightsync.codec.tensor_digest import packed_digests
 from weightsync.host.agent_calls import Granted
 from weightsync.host.staging import Staging
 from weightsync.memory import Segment
@@ -16,7 +16,7 @@ from weightsync.plan.boxes import check_partition, whole_box
 from weightsync.tensors import tensor_from_bytes
 from weightsync.types import Box, Manifest, TensorSpec, Version
 from weightsync.types.publication import Publication
-from weightsync.types.table import DIGEST_BYTES, SpecTable, TensorTable, packed_digest
+from weightsync.types.table import DIGEST_BYTES, SpecTable, TensorTable
 from weightsync.types.transfer_messages import Transport
 
 
@@ -155,19 +155,23 @@ def proved_manifest(granted: Mapping[int, Granted], tensor_of: Callable[[TensorS
         digests = granted[0].grant.proof.part_digests
     else:
         where = publication.table.derive(_whole_parts, table)
+        read = tensor_of or _empty
+        packed = packed_digests([read(spec) for spec, place in zip(table, where, strict=True) if place is None])
+        in_several = (packed[start : start + DIGEST_BYTES] for start in range(0, len(packed), DIGEST_BYTES))
         found: list[bytes] = []
-        for spec, place in zip(table, where, strict=True):
-            if place is not None:
+        for place in where:
+            if place is None:
+                found.append(next(in_several))
+            else:
                 source, index = place
                 part_digests = granted[source].grant.proof.part_digests
                 found.append(part_digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)])
-            elif tensor_of is None:
-                empty = tensor_from_bytes(torch.empty(0, dtype=torch.uint8), dtype=spec.dtype, shape=spec.shape)
-                found.append(packed_digest(tensor_digest(empty)))
-            else:
-                found.append(packed_digest(tensor_digest(tensor_of(spec))))
         digests = b"".join(found)
     return publication.manifest.with_packed_digests(digests, model_digest(table, total))
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    return tensor_from_bytes(torch.empty(0, dtype=torch.uint8), dtype=spec.dtype, shape=spec.shape)
 
 
 def _is_the_table(parts: SpecTable, tensors: TensorTable) -> bool:

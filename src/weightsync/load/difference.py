@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +10,17 @@ import torch
 
 from weightsync.load.patching import kernels
 from weightsync.tensors import byte_array
+from weightsync.threads import map_all
 from weightsync.types import Patch
 
 _Words: TypeAlias = npt.NDArray[np.uint64]
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+_Found: TypeAlias = tuple[npt.NDArray[np.integer[Any]], _Bytes]
+"""Which elements differ, and what they are by now: a row of bytes each."""
 
 _WORD_BYTES = 8
 _PIECE_WORDS = 1 << 18
-"""What is compared at a time: both pieces and the places found lie in a core's second cache or near it."""
+"""What a thread compares at a time: both pieces and the places found lie in a core's second cache or near it."""
 
 
 def difference(name: str, before: torch.Tensor, after: torch.Tensor) -> Patch:
@@ -38,12 +42,11 @@ def difference(name: str, before: torch.Tensor, after: torch.Tensor) -> Patch:
         other = other.copy()
     end = len(one) - len(one) % max(_WORD_BYTES, size)
     words, others = one[:end].view(np.uint64), other[:end].view(np.uint64)
-    where = np.empty(min(len(words), _PIECE_WORDS), dtype=np.uint32)
-    found = [_within(words, others, start, size, where) for start in range(0, len(words), _PIECE_WORDS)]
-    rest = (one[end:] != other[end:]).reshape(-1, size).any(axis=1)
-    found.append(np.flatnonzero(rest) + end // size)
-    places = np.concatenate(found).astype(np.uint32 if len(one) // size <= 1 << 32 else np.int64)
-    values = other.reshape(-1, size)[places].reshape(-1)
+    found = map_all(lambda start: _within(words, others, start, size), range(0, len(words), _PIECE_WORDS))
+    rest = np.flatnonzero((one[end:] != other[end:]).reshape(-1, size).any(axis=1)) + end // size
+    found.append(_found(rest, other, size))
+    places = np.concatenate([where for where, _ in found])
+    values = np.concatenate([now for _, now in found]).reshape(-1)
     return Patch(
         name=name,
         positions=torch.from_numpy(places),
@@ -51,15 +54,21 @@ def difference(name: str, before: torch.Tensor, after: torch.Tensor) -> Patch:
     )
 
 
-def _within(one: _Words, other: _Words, start: int, size: int, where: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    """Which elements of `size` bytes differ in the piece from word `start` on; `where` has room for its words."""
+def _within(one: _Words, other: _Words, start: int, size: int) -> _Found:
+    """What differs, in elements of `size` bytes, in the piece from word `start` on."""
     cut = slice(start, start + _PIECE_WORDS)
-    count = kernels().differing(one[cut], other[cut], where)
-    chosen = where[:count].astype(np.int64) + start
+    where = np.empty(len(one[cut]), dtype=np.uint32)
+    words = where[: kernels().differing(one[cut], other[cut], where)].astype(np.int64) + start
     if size >= _WORD_BYTES:
-        return np.unique(chosen // (size // _WORD_BYTES))
-    each = _WORD_BYTES // size
-    pairs = (array[chosen].view(np.uint8).reshape(-1, each, size) for array in (one, other))
-    changed = (next(pairs) != next(pairs)).any(axis=2)
-    elements: npt.NDArray[np.int64] = (chosen[:, None] * each + np.arange(each))[changed]
-    return elements
+        places = np.unique(words // (size // _WORD_BYTES))
+    else:
+        kind, each = f"u{size}", _WORD_BYTES // size
+        changed = np.flatnonzero(one.take(words).view(kind) != other.take(words).view(kind))
+        places = words.take(changed // each) * each + changed % each
+    return _found(places, other.view(np.uint8), size)
+
+
+def _found(places: npt.NDArray[np.int64], other: _Bytes, size: int) -> _Found:
+    elements = other.reshape(-1, size)
+    kind = np.uint32 if len(elements) <= 1 << 32 else np.int64
+    return places.astype(kind), elements.take(places, axis=0)

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from weightsync.codec.threads import map_all
 from weightsync.errors import ObjectConflictError, ObjectMissingError, RunClaimedError, VersionError
 from weightsync.objects.base import Data, ObjectStore
 from weightsync.objects.signing import NO_RECORD, Signer, record_in, seal
 from weightsync.objects.urls import place_of
 from weightsync.sink.claim import ClaimKeeper
 from weightsync.sink.intake import Taken
+from weightsync.threads import map_all
 from weightsync.types import Deadline, Version
 from weightsync.types.layout import PublicationLayout
 from weightsync.types.publication import DeltaBase

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.codec import threads
+from weightsync import threads
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_an_interrupted_caller_leaves_no_call_running() -> None:
     """Seen red: what a worker had begun went on behind the interrupt."""
     program = """
 import signal, sys, threading
-from weightsync.codec import threads
+from weightsync import threads
 threads.num_cores = lambda: 2
 main, both, ended = threading.main_thread().ident, threading.Barrier(2), []
 heard, over = threading.Event(), threading.Event()
@@ -176,7 +176,7 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
     """Forked while another thread holds the lock: the child must neither wait for it nor for its parent's threads."""
     program = """
 import os, signal, sys, threading
-from weightsync.codec import threads
+from weightsync import threads
 threads.num_cores = lambda: 2
 assert threads.map_all(lambda item: item + 1, range(4)) == [1, 2, 3, 4]
 threads._lock.acquire()

@@ -103,7 +103,7 @@ def _shared_pool() -> ThreadPoolExecutor:
     global _pool
     with _lock:
         if _pool is None:
-            _pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="weightsync-codec")
+            _pool = ThreadPoolExecutor(num_cores(), thread_name_prefix="weightsync-pool")
         return _pool
 
 
