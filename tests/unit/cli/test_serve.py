@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from weightsync.cli.serve import _how, _Trouble
-from weightsync.types.service import ModelStatus
+from weightsync.cli import serve
+from weightsync.cli.serve import _how, _Trouble, _watch
+from weightsync.types.progress import TransferProgress
+from weightsync.types.service import ModelStatus, ServiceStatus
 
 
 def test_what_stays_wrong_is_said_again_and_again_and_rarer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,3 +66,28 @@ def test_what_is_mapped_moves_no_bytes() -> None:
     """Seen red: "0.0 MB by shm"."""
     status = ModelStatus(version=1, pull_s=0.1, transport="shm", total_bytes=500_000)
     assert _how(status, {}).startswith("0.5 MB mapped in 0.10 s, loaded in ")
+
+
+def test_how_far_a_transfer_is_is_said_of_one_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: where versions came every 0.3 s, one of them was said to be half there every other second."""
+    monkeypatch.setattr(serve, "_PROGRESS_S", -1.0)
+    took_s = iter((0.1, 2.5))
+
+    class Running:
+        def status(self) -> ServiceStatus:
+            moved = TransferProgress(done_bytes=40_000_000, total_bytes=80_000_000, seconds=next(took_s))
+            return ServiceStatus(models={"actor": ModelStatus(state="pulling", progress=moved)})
+
+    class Stop:
+        num_looks = 0
+
+        def wait(self, _: float) -> bool:
+            self.num_looks += 1
+            return self.num_looks > 2
+
+    running: Any = Running()
+    stop: Any = Stop()
+    _watch(running, stop)
+    assert capsys.readouterr().out == "actor: 40 of 80 MB (50 %), 16 MB/s, 2.5 s to go\n"
