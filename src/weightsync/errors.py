@@ -318,6 +318,9 @@ class RunClaimedError(StateError):
 class NoEnginesError(EngineError):
     """There is no engine to sync to. That is a failure, never a success."""
 
+    waits = False
+    """Whether nothing has failed, and some are about to come. Another process is not told that."""
+
 
 class SyncFailedError(WeightSyncError):
     """A sync failed on one or several engines; `causes` has one error for each of them."""

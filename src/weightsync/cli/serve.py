@@ -208,9 +208,10 @@ def _watch(running: Service, stop: threading.Event) -> None:
             troubles.setdefault(model_id, _Trouble()).look(
                 model_id, _trouble(status), over=f"{model_id}: it came right"
             )
-            if time.monotonic() - last_s > _PROGRESS_S and (line := running.progress(model_id)) is not None:
+            moved = status.progress
+            if moved is not None and moved.is_long and time.monotonic() - last_s > _PROGRESS_S:
                 last_s = time.monotonic()
-                print(f"{model_id}: {line}", flush=True)
+                print(f"{model_id}: {moved}", flush=True)
 
 
 class _Trouble:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from weightsync.types import Version
 from weightsync.types.control import InstanceStatus
-from weightsync.types.fleet import HeartbeatRequest
+from weightsync.types.fleet import NOT_STARTED, HeartbeatRequest
 
 State = Literal["joining", "live", "suspect", "evicted"]
 
@@ -40,6 +40,19 @@ class Instance:
         """Whether syncs bring it versions, and it may answer."""
         return self.state in ("live", "suspect")
 
+    @property
+    def starting(self) -> tuple[str, ...]:
+        """Its engines that have not started yet."""
+        return tuple(who for who, why in self.beat.gone.items() if why.startswith(NOT_STARTED))
+
+    @property
+    def awaits(self) -> tuple[str, ...]:
+        """For what it waits before it serves its first version; nothing: it serves one, or something has failed."""
+        name, starting = self.beat.instance_id, self.starting
+        if self.why or self.beat.error or any(self.serves().values()) or self.beat.gone.keys() - starting:
+            return ()
+        return tuple(f"engine {who} of {name} to start" for who in starting) or (f"{name} to load its first version",)
+
     def serves(self) -> dict[str, Version | None]:
         """By model; None: nothing of ours."""
         served: dict[str, Version | None] = dict.fromkeys(self.beat.lacks)
@@ -58,7 +71,10 @@ class Instance:
     def status(self, now_s: float, newest: Mapping[str, Version], why: str | None) -> InstanceStatus:
         """As users see it; lags are behind `newest`, by model, and `why` is what its pool says of it."""
         served = self.serves()
-        gone = [f"engine {who} is gone: {silence}" for who, silence in self.beat.gone.items()]
+        gone = [
+            f"engine {who} {why}" if who in self.starting else f"engine {who} is gone: {why}"
+            for who, why in self.beat.gone.items()
+        ]
         return InstanceStatus(
             instance_id=self.beat.instance_id,
             url=self.beat.url,

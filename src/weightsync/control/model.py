@@ -42,6 +42,7 @@ from weightsync.control.state import (
     step,
 )
 from weightsync.control.step_watch import Awaited, StepWatch
+from weightsync.control.sync_log import SyncLog
 from weightsync.errors import NotPublishedError, StateError, SyncFailedError, VersionError, as_weightsync_error
 from weightsync.handles.fanout import in_thread
 from weightsync.observe import Recorder
@@ -106,7 +107,7 @@ class ModelControl:
         self._last_error: str | None = None
         self._last_validation: ValidationResult | None = None
         self._history = SyncHistory(tag, lambda: shared.method.spans(tag))
-        self._denials = Denials()
+        self._denials, self._log = Denials(), SyncLog(tag)
 
     @property
     def blocked(self) -> bool:
@@ -336,10 +337,7 @@ class ModelControl:
                 dark = False
                 with contextlib.suppress(Exception):  # it is only asked for the message
                     dark = self._num_answering(self._shared.method.instances()) == 0
-                _logger.error(
-                    "model %s: %s is not served after all retries: %s (%s)", self.tag, version,
-                    "nobody answers" if dark else "rollout goes on with what it serves", self._last_error,
-                )  # fmt: skip
+                self._log.given_up(version, self._last_error, dark=dark)
                 self._tell(self._shared.on_give_up, version)
             case StartValidation(validation=validation):
                 try:
@@ -377,7 +375,7 @@ class ModelControl:
             event, error = Synced(version=served), None
         except BaseException as caught:  # whatever it is: a model must not stay in "syncing"
             typed = as_weightsync_error(caught, SyncFailedError, "the sync failed")
-            _logger.warning("model %s: the sync of %s failed: %s", self.tag, version, typed)
+            self._log.failed(version, typed)
             event = SyncFailed()
             if isinstance(typed, NotPublishedError):
                 with self._changed:
@@ -388,7 +386,7 @@ class ModelControl:
             self._last_error = error
             seconds = self._history.end(error)
         if error is None:
-            _logger.info("model %s: %s is served after %.2f s", self.tag, version, seconds)
+            self._log.served(version, seconds)
         self.feed(event)
         if again_s is not None and not self._shared.closed.is_set():
             self._try_again_later(goal, again_s)

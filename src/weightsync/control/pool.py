@@ -32,6 +32,7 @@ _FORGET_LEASES = 60.0
 _MAX_INSTANCES = 4096
 _LOOK_S = 0.05
 _SOON_S = 0.5
+_NAMED = 3
 
 _logger = logging.getLogger(__name__)
 
@@ -341,12 +342,23 @@ class RolloutPool:
         """Until none of these answers with what it was evicted with: at most `lease_s`."""
         self._wait(lambda: all(self.fenced(each) for each in instance_ids), self.lease_s + 1.0)
 
-    def wait_learnt(self, model_ids: Sequence[str], within_s: float) -> None:
-        """Where this controller has only listened so far, which it does for `lease_s` after it begins, and has heard of
-        instances: until one takes part that has any of these models, or it has listened."""
+    def awaited(self, model_ids: Sequence[str]) -> str:
+        """For what those wait who join with any of these models, see `Instance.awaits`; empty: some have failed, or
+        nobody joins."""
         with self._changed:
-            if not self._instances:
-                return
+            now = self._swept()
+            mine = [
+                each
+                for each in self._instances.values()
+                if not each.takes_part and self._is_fresh(each, now) and set(model_ids) & set(each.serves())
+            ]
+            found = [words for each in mine for words in each.awaits]
+            more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            return ", ".join(found[:_NAMED]) + more if all(each.awaits for each in mine) else ""
+
+    def wait_learnt(self, model_ids: Sequence[str], within_s: float) -> None:
+        """Where this controller has only listened so far, which it does for `lease_s` after it begins: until an
+        instance takes part that has any of these models, or it has listened."""
         self._wait(lambda: bool(self.members(model_ids)) or not self._learning.until_s, within_s)
 
     # --- what users see ---

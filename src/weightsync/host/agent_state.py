@@ -171,6 +171,15 @@ class AgentState:
         doubted = self.doubted is not None and self.doubted.run_id == run_id
         return doubted or self.told_of(run_id) > 0
 
+    @property
+    def lacking(self) -> tuple[Version, ...]:
+        """What is claimed of it, and was not there when it was asked after the claim's grace; or it can't be asked."""
+        return tuple(
+            claim.version
+            for claim in self.claims
+            if claim.there_s is None and (self.error is not None or self.asked_s >= claim.deniable_s)
+        )
+
     def told_of(self, run_id: str) -> int:
         """The number of the last claim that it has that run; 0: there is none."""
         return max((claim.number for claim in self.claims if claim.version.run_id == run_id), default=0)

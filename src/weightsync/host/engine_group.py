@@ -193,11 +193,12 @@ class EngineGroup(ServedVersions):
             if who in failed:
                 self._failed(load, failed[who], let_go=running[who].done())
         failed |= self._disagreeing(staged.version)
+        found = {engine.name: engine for engine in self._engines}
         if self._gate is not None and hold is not None:
             self._gate.ended(hold)
         return GroupReport(
             engine_ids=tuple(running),
-            errors=errors | {who: words(error) for who, error in failed.items()},
+            errors=errors | {who: found[who].why(error) for who, error in failed.items()},
             bytes_are_wrong=any(isinstance(error, DigestMismatchError) for error in failed.values()),
             paused_s=max((report.paused_s for report in reports.values()), default=0.0),
             num_chunks=max((report.num_chunks for report in reports.values()), default=0),
@@ -275,11 +276,15 @@ class EngineGroup(ServedVersions):
             if engine.num_loads != load.number:
                 return
             engine.num_loads += 1
-            engine.served, engine.unreachable = served, False
-            engine.silence = words(error) if served is None else None
+            was_silent, starting = engine.silence is not None, engine.is_starting(error)
+            engine.served, engine.unreachable = served, starting
+            engine.silence = engine.why(error) if served is None else None
             engine.load = None if let_go else engine.load
         if _was_released(load.hold, error):  # its fleet, or another engine's failure, wanted it so
             _logger.info("engine %s: %s", engine.name, error)
+        elif starting:  # nothing has failed yet
+            if not was_silent:
+                _logger.warning("waits for engine %s to start: %s", engine.name, error)
         else:
             known, engine.logged = engine.logged == str(error), str(error)
             reason = f"the same {type(error).__name__} as before" if known else error

@@ -112,6 +112,7 @@ class EngineUpdate:
 
     Attributes:
         takes_patches: whether it can be given changed elements alone, as it said last.
+        has_answered: whether it has ever said anything of itself.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class EngineUpdate:
         self._kept_chunks: (
             tuple[TensorTable, Mapping[str, int], tuple[PackedCudaIpcWeightUpdateRequest, ...]] | None
         ) = None
-        self.takes_patches = False
+        self.takes_patches = self.has_answered = False
         self._leased, self._is_warned_of = leased, False
 
     def describe(self, *, timeout_s: float) -> EngineReply:
@@ -147,6 +148,7 @@ class EngineUpdate:
         """
         request = DescribeRequest(model_id=self._model_id)
         reply = self._engine.call(EngineOp.DESCRIBE, request, timeout_s=timeout_s)
+        self.has_answered = True
         if self._leased and reply.leased is False and not self._is_warned_of:
             _logger.warning("engine %s %s", self.engine_id, _UNLEASED)
         self._is_warned_of = self._is_warned_of if reply.leased is None else not reply.leased

@@ -283,8 +283,7 @@ class FollowedRun:
         if self.is_anew and self.run_id is not None:
             return published_anew(Version(run_id=self.run_id, number=self._pulled), self._pulled)
         for endpoint, agent in self.agents.items():
-            lacking = [agent.doubted, *(claim.version for claim in agent.claims if claim.there_s is None)]
-            for version in lacking:
+            for version in (agent.doubted, *agent.lacking):
                 if version is not None and version.run_id not in self._runs_over:
                     return f"{version} was announced, and {endpoint} has it not: {agent.why}"
         return None

@@ -257,6 +257,9 @@ class FleetMember:
 
     def _beat(self) -> None:
         every_s = _FIRST_EVERY_S
+        with contextlib.suppress(Exception):  # no thread: they are looked at by and by
+            for model in self._models.values():
+                model.engines.look()  # before the first word: who has engines that have not started is not let in
         while True:
             sent_s, commits, self._asks = boot_s(), self._num_commits, False
             try:
@@ -266,9 +269,7 @@ class FleetMember:
                     _logger.info("the controller at %s answers again", self._client.url)
                 self._unheard = None
             except Exception as error:  # whatever it is: the lease runs out by itself
-                before, hint = self._unheard, ""
-                if isinstance(error, AuthError):
-                    hint = TOKEN_HINT
+                before, hint = self._unheard, TOKEN_HINT if isinstance(error, AuthError) else ""
                 self._unheard = f"the controller at {self._client.url} lends no lease: {error}{hint}"
                 if (before is None or hint not in before) and not self._stop.is_set():
                     _logger.warning("%s", self._unheard)

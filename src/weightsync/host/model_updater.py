@@ -382,7 +382,7 @@ class ModelUpdater:
         dead = self.engines.all_dead(target.version)
         if dead or self._target() is None:
             return dead
-        self._note(state="pulling")
+        self._note(state="pulling", errors=self.engines.standing(self._status.errors))
         began_s = now_s()
         try:
             with self._recorder.phase("sync", detail=str(target.version)):

@@ -71,7 +71,7 @@ class Pulls:
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """How many bytes of how many have come of the last pull; None: nothing yet."""
+        """How many bytes of how many have come of the version that comes; None: nothing yet, or none comes."""
         with self._lock:
             return self._bytes
 
@@ -103,7 +103,7 @@ class Pulls:
 
         def granted(version: Version) -> None:
             with self._lock:
-                self._moving = True
+                self._moving, self._bytes = True, None  # what has come so far was of another attempt
                 if self._granted is None or self._granted[0] != version:  # else begun anew: the agent had it before
                     self._granted = version, asked_s, time.monotonic()
 
@@ -111,8 +111,6 @@ class Pulls:
             self._moves_no_more()
             retrying(error)
 
-        with self._lock:
-            self._bytes = None
         with contextlib.ExitStack() as stack:
             stack.callback(self._moves_no_more)
             found = self._puller_at(endpoint).pull(
@@ -129,7 +127,7 @@ class Pulls:
 
     def _moves_no_more(self) -> None:
         with self._lock:
-            self._moving = False
+            self._moving, self._bytes = False, None
 
     def _give_back(self, pulled: StagedVersion) -> None:
         """Gives a version's memory back; where an engine reads on, past its deadline, only when it has ended, and what

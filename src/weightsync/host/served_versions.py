@@ -16,6 +16,7 @@ from weightsync.host.engine_update import EngineUpdate, LoadReport
 from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import boot_s
 from weightsync.types import EngineReply, Version
+from weightsync.types.fleet import NOT_STARTED
 
 _ASK_S = 3.0
 _MARGIN_S = 1.0
@@ -82,6 +83,14 @@ class Engine:
     def is_loading(self) -> bool:
         """Whether a load has not let go of it, late ones included."""
         return self.load is not None and not self.load.done()
+
+    def is_starting(self, error: WeightSyncError) -> bool:
+        """Whether it was never there, and by this error nobody listens at its address."""
+        return not self.update.has_answered and isinstance(error.__cause__, ConnectionRefusedError)
+
+    def why(self, error: WeightSyncError) -> str:
+        """Its error as it stands in reports."""
+        return f"{NOT_STARTED}: {words(error)}" if self.is_starting(error) else words(error)
 
     def serves(self, version: Version) -> bool:
         """That version, or a newer one of its run, as far as is known."""
@@ -286,7 +295,7 @@ class ServedVersions:
                 if question.num_loads != engine.num_loads and question.answer.done():
                     continue  # it was asked before its last load; where there is no answer yet, it is silent still
                 before, was_silent = engine.served, engine.silence is not None
-                engine.unreachable, engine.silence = reply is None, None if error is None else words(error)
+                engine.unreachable, engine.silence = reply is None, None if error is None else engine.why(error)
                 engine.was_silent = engine.silence or engine.was_silent
                 if reply is not None:  # who paused it is not our business
                     engine.served = self._known(engine, reply)
@@ -297,6 +306,8 @@ class ServedVersions:
                 named = None if reply is None else reply.version
                 other = "" if now == named else f" (it says {named}, of another trainer, or damaged since)"
                 _logger.warning("engine %s serves %s%s, not %s: it is brought back", engine.name, now, other, before)
+            elif error is not None and not was_silent and engine.is_starting(error):
+                _logger.warning("waits for engine %s to start: %s", engine.name, error)
             elif error is not None and not was_silent:
                 _logger.warning("engine %s does not say what it serves, it is asked again: %s", engine.name, error)
             if now != before or (error is not None) != was_silent:

@@ -220,4 +220,5 @@ class JsonClient:
         return told_error(body, peer=self.peer) or EngineError(
             f"{self.url} answered {path} with status {status}: {first_words(body)}; is {self._runs} there?",
             peer=self.peer,
+            status=status,
         )

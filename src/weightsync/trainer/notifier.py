@@ -441,5 +441,6 @@ def _instead(engine: str, model_id: str) -> str:
     """What to do with an engine that is in `to`."""
     return (
         f"engines are not told of versions, and fetch none. weightsync.push(model, {engine!r}) brings it each version; "
-        f"or start a host beside it, weightsync serve --engine {model_id}={engine}, and name the host in to="
+        f"or start a host beside it, weightsync serve --engine {model_id}={engine}, and name in to= that host, or the "
+        "controller of its fleet (serve --controller)"
     )

@@ -72,6 +72,11 @@ class AbsentVersion(Message, frozen=True, kw_only=True):
             raise InvalidRequestError(f"a version is not negative, got {self.newest}")
 
 
+NOT_STARTED = "has not started yet"
+"""So begins in `HeartbeatRequest.gone` what is said of an engine that never answered, and at whose address nobody
+listens."""
+
+
 class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     """A rollout service is there.
 

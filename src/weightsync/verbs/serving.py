@@ -39,6 +39,8 @@ from weightsync.verbs.settings import ConfigSource, as_list, check_options, load
 POLL_S = 5.0
 """A source where a request can't wait is asked so often."""
 _ASK_S = 10.0
+_NO_ROUTE = (404, 405)
+"""What a server answers that is none of ours. 502 or 503 may be a proxy's, before a controller that is to start."""
 
 
 def serve(
@@ -302,8 +304,12 @@ def _ask_controller(url: str, models: Sequence[str], *, token: str | None, verif
             raise AuthError(f"the controller at {url} lends no lease: {error.message}{TOKEN_HINT}", peer=url) from error
         except ConfigError:
             raise
-        except WeightSyncError:  # the first heartbeat says so
-            return
+        except WeightSyncError as error:
+            if error.details.get("status") in _NO_ROUTE:
+                raise ConfigError(
+                    f"{url} answers, and is no weightsync controller: it has no /status; look at --controller"
+                ) from error
+            return  # the first heartbeat says so
     if not is_controller(url, status, models, controller=True):
         raise ConfigError(f"{url} is a rollout service, and no controller: look at the port of --controller")
 

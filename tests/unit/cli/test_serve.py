@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from weightsync.cli import app
-from weightsync.cli.serve import _how, _Trouble
+from weightsync.cli import app, serve
+from weightsync.cli.serve import _how, _Trouble, _watch
 from weightsync.errors import ConfigError
-from weightsync.types.service import ModelStatus
+from weightsync.types.progress import TransferProgress
+from weightsync.types.service import ModelStatus, ServiceStatus
 from weightsync.verbs import serving
 
 
@@ -87,3 +88,28 @@ def test_each_token_goes_where_it_belongs(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.exit_code == 2
     names = ("token", "engine_token", "source_token", "controller_token")
     assert {name: given[name] for name in names} == {name: name[0] * 16 for name in names}
+
+
+def test_how_far_a_transfer_is_is_said_of_one_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: where versions came every 0.3 s, one of them was said to be half there every other second."""
+    monkeypatch.setattr(serve, "_PROGRESS_S", -1.0)
+    took_s = iter((0.1, 2.5))
+
+    class Running:
+        def status(self) -> ServiceStatus:
+            moved = TransferProgress(done_bytes=40_000_000, total_bytes=80_000_000, seconds=next(took_s))
+            return ServiceStatus(models={"actor": ModelStatus(state="pulling", progress=moved)})
+
+    class Stop:
+        num_looks = 0
+
+        def wait(self, _: float) -> bool:
+            self.num_looks += 1
+            return self.num_looks > 2
+
+    running: Any = Running()
+    stop: Any = Stop()
+    _watch(running, stop)
+    assert capsys.readouterr().out == "actor: 40 of 80 MB (50 %), 16 MB/s, 2.5 s to go\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from weightsync.control.pool import RolloutPool
 from weightsync.errors import ConfigError, StateError
 from weightsync.handles.fanout import in_thread
 from weightsync.types import Version
-from weightsync.types.fleet import AbsentVersion
+from weightsync.types.fleet import NOT_STARTED, AbsentVersion
 
 
 def test_an_instance_comes_in_is_late_and_is_left_out() -> None:
@@ -540,6 +541,33 @@ def test_one_whose_engine_is_gone_and_that_serves_nothing_comes_in_nowhere() -> 
     assert pool.status({})[0].failed
     assert pool.heartbeat(beat()).admitted, "it is there again"
     assert not pool.status({})[0].failed
+
+
+@pytest.mark.parametrize(
+    ("fields", "awaited"),
+    [
+        ({"gone": {"e": f"{NOT_STARTED}: refused"}}, "engine e of a to start"),
+        ({}, "a to load its first version"),
+        ({"gone": {"e": f"{NOT_STARTED}: refused", "f": "it hangs"}}, ""),
+        ({"gone": {"e": "it hangs"}}, ""),
+        ({"error": "m: pull: nobody has it"}, ""),
+    ],
+)
+def test_who_is_about_to_come_for_the_first_time_is_awaited(fields: dict[str, Any], awaited: str) -> None:
+    """What has failed is not, nor who served before."""
+    pool, clock = made()
+    assert pool.awaited(["m"]) == ""
+    pool.claim([at(3)])
+    pool.heartbeat(beat("a", leased=False, **fields))
+    assert (pool.awaited(["m"]), pool.awaited(["other"])) == (awaited, "")
+    for name in ("b", "c", "d"):
+        pool.heartbeat(beat(name, leased=False, gone={name: NOT_STARTED}))
+    more = ", engine b of b to start, engine c of c to start and 1 more"
+    assert pool.awaited(["m"]) == (awaited + more if awaited else "")
+    pool.heartbeat(beat("e", at(2), lacks=(), leased=False))
+    assert pool.awaited(["m"]) == ""
+    clock.now += 2 * LEASE_S
+    assert pool.awaited(["m"]) == "", "nobody is heard any more"
 
 
 def test_an_instance_whose_engine_is_gone_says_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,13 +14,15 @@ from tests.unit.host.fakes import manifest
 from tests.unit.host.service_kit import Engine, wait_until
 from weightsync.errors import EngineUnreachableError
 from weightsync.handles.fanout import in_thread
+from weightsync.handles.http import HttpEngine
 from weightsync.host import engine_group
 from weightsync.host.commit_gate import CommitGate
 from weightsync.host.engine_group import EngineGroup
 from weightsync.host.staged_version import StagedVersion
 from weightsync.observe import Metrics, Recorder
 from weightsync.plan.safetensors import plan_layout
-from weightsync.types import Deadline, EngineOp
+from weightsync.types import Deadline, EngineHandle, EngineOp
+from weightsync.types.fleet import NOT_STARTED
 from weightsync.types.transfer_messages import Transport
 
 LONG_S = 10.0
@@ -33,7 +36,7 @@ def staged() -> StagedVersion:
     )  # fmt: skip
 
 
-def group_of(*engines: Engine, metrics: Metrics | None = None, gate: CommitGate | None = None) -> EngineGroup:
+def group_of(*engines: EngineHandle, metrics: Metrics | None = None, gate: CommitGate | None = None) -> EngineGroup:
     return EngineGroup(
         engines, "m", pause_timeout_s=1.0, recorder=Recorder("t"), metrics=metrics or Metrics(), changed=lambda: None,
         gate=gate,
@@ -178,3 +181,28 @@ def test_an_engine_with_another_checksum_is_loaded_again() -> None:
     report = group.load(staged(), Deadline(LONG_S))
     assert (report.errors, report.checksums) == ({}, dict.fromkeys(("a", "b", "c"), "1:x"))
     assert group.served()["b"] == WHOLE.version
+
+
+@pytest.mark.parametrize("looks_first", [True, False])
+def test_an_engine_that_has_not_started_is_waited_for_and_has_not_failed(
+    looks_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once it has answered, that nobody listens there is a failure. Seen red: a failed load in the log, and counted."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        metrics = Metrics()
+        group = group_of(HttpEngine(url), metrics=metrics)
+        if looks_first:
+            group.look()
+        errors = group.load(staged(), Deadline(LONG_S)).errors
+        group.look()
+        assert errors == group.gone() == {url: errors[url]}
+        assert group.standing(errors) == errors
+        assert errors[url].startswith(f"{NOT_STARTED}: EngineUnreachableError: can't connect to {url}")
+        (said,) = caplog.messages
+        assert said.startswith(f"waits for engine {url} to start: can't connect")
+        assert 'weightsync_syncs_total{outcome="failed"} 0.0' in metrics.render().decode()
+        group._engines[0].update.has_answered = True
+        group.look()
+        assert group.gone()[url].startswith("EngineUnreachableError: can't connect")

@@ -187,6 +187,23 @@ def test_a_false_number_delays_no_true_one_and_is_given_up() -> None:
     assert (model.run.next_ask(ONE), model.run.doubts) == (None, None)
 
 
+def test_what_was_announced_is_not_said_to_lack_before_a_denial_counts() -> None:
+    """Seen red: "r/4 was announced, and one has it not: it has r/4", and a fleet that counted it as a failure, where
+    versions come every 0.3 s."""
+    model = following(ONE, poll_s=1.0)
+    model.hears(says(4), in_s=0.1)
+    model.claims(4)
+    assert model.run.doubts is None, "what it said before it was announced says nothing"
+    model.hears(None, in_s=0.1)
+    assert model.run.doubts == f"r/4 was announced, and {ONE} has it not: {model.run.errors[ONE]}"
+    model = Model(ONE)
+    model.claims(4)
+    nothing = f"r/4 was announced, and {ONE} has it not: it has nothing yet"
+    for in_s, said in ((PATIENCE_S - 0.1, None), (0.2, nothing)):
+        model.hears(says(None), in_s=in_s)
+        assert model.run.doubts == said
+
+
 def test_what_comes_late_is_pulled() -> None:
     model = following(ONE)
     model.claims(4, grace_s=None)

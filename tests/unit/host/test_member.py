@@ -76,6 +76,8 @@ class Told:
     def seen_s(self) -> float:
         return math.inf
 
+    def look(self) -> None: ...
+
     def gone(self) -> dict[str, str]:
         return {f"e{number}" * MAX_WORDS: "EngineUnreachableError: " * MAX_WORDS for number in range(self.num_gone)}
 
@@ -337,6 +339,22 @@ def test_a_version_that_gave_way_to_a_newer_one_is_no_failure(made: Member) -> N
         gate.hold(Version(run_id="r", number=2), 1).staged(Deadline(5))
     made.models["a"].errors = {"e": words(caught.value), "f": "bad"}
     assert made.member._request().error == "a: f: bad"
+
+
+def test_engines_are_looked_at_before_the_first_heartbeat(made: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it was let in before its engines had started, and each sync failed until they had."""
+    done: list[str] = []
+    beat = made.pool.heartbeat
+
+    def heard(request: HeartbeatRequest) -> HeartbeatReply:
+        done.append("beat")
+        return beat(request)
+
+    for name, model in made.models.items():
+        monkeypatch.setattr(model, "look", lambda name=name: done.append(name))
+    monkeypatch.setattr(made.pool, "heartbeat", heard)
+    made.live()
+    assert done[:3] == ["a", "b", "beat"]
 
 
 def test_engines_that_are_gone_are_told_to_the_fleet(made: Member) -> None:

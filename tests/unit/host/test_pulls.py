@@ -80,3 +80,31 @@ def test_what_is_wrong_is_forgotten_though_another_host_reads_it() -> None:
     pulls._staging.before_write, pulls._staging._held = stuck, Version(run_id="r", number=1)
     pulls.forget()
     assert pulls._staging._held is None
+
+
+def test_what_has_come_is_of_the_version_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: what had come of the version before stood for the next one, until its first bytes were there."""
+    pulls = Pulls(
+        "m", RolloutConfig(), recorder=Recorder("t"), may_call=lambda _: False, holders=list, patch_limit=lambda: 0.0
+    )
+    version = Version(run_id="r", number=1)
+    seen: list[tuple[int, int] | None] = []
+
+    def pull(*, granted: Any, retrying: Any, progress: Any, **_: Any) -> Any:
+        for step in (
+            lambda: granted(version),
+            lambda: progress(40, 80),
+            lambda: retrying(StateError("a newer one is there")),
+            lambda: granted(version),
+            lambda: progress(80, 80),
+            lambda: granted(version),  # it was a chain's anchor
+            lambda: progress(1, 2),
+        ):
+            step()
+            seen.append(pulls.progress)
+        return SimpleNamespace(version=version, release=lambda: None)
+
+    monkeypatch.setattr(pulls, "_puller_at", lambda _: SimpleNamespace(pull=pull))
+    with pulls.pulled("http://agent", at_least=lambda: version, retrying=lambda _: None):
+        pass
+    assert [*seen, pulls.progress] == [None, (40, 80), None, None, (80, 80), None, (1, 2), None]

@@ -410,6 +410,30 @@ def test_an_engine_that_answers_again_is_no_error_though_nothing_comes(world: Wo
     assert world.status.engines == {"a": None}
 
 
+def test_an_engine_that_answers_again_is_no_error_while_it_is_loaded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: that nobody listened there was told of a load under way."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a")
+    engine = world.engines["a"]
+    engine.dead = True
+    engine.renew()
+    wait_until(lambda: "a" in world.status.errors, "it is an error")
+    group, looked = world.service._models[MODEL].engines, threading.Event()
+
+    def look() -> None:
+        monkeypatch.setattr(model_updater, "LOOK_EVERY_S", 60.0)  # from now on the load alone asks it
+        looked.set()
+
+    monkeypatch.setattr(group, "look", look)
+    assert looked.wait(10.0)
+    engine.holds[EngineOp.BEGIN] = threading.Event()
+    engine.dead = False
+    wait_until(lambda: EngineOp.BEGIN in engine.calls, "it is being loaded")
+    assert world.status.errors == {}
+
+
 def test_an_engine_that_comes_back_with_its_version_is_waited_for_no_more(world: World) -> None:
     """Seen red: its error was gone, and the model was said to wait for ever."""
     world.agents = {OLD: Agent("r1", 1)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.host.service_kit import wait_until
-from weightsync.errors import EngineUnreachableError
+from weightsync.errors import ConfigError, EngineUnreachableError
 from weightsync.trainer import notifier
 from weightsync.trainer.notifier import Notifier, _Told
 from weightsync.types import Version
@@ -30,3 +30,9 @@ def test_who_can_be_told_again_is_said_to_be(monkeypatch: pytest.MonkeyPatch, ca
         wait_until(lambda: again in caplog.text, "it is told, and that is said")
     told.close()
     assert caplog.text.count("can't be told") == 1
+
+
+def test_an_engine_in_to_names_all_that_may_stand_there() -> None:
+    """Seen red: a host alone, of a user who had a controller."""
+    with pytest.raises(ConfigError, match=r"weightsync\.push.* that host, or the controller of its fleet"):
+        Notifier(["vllm+http://127.0.0.1:9"], model_id="m", token=None, verify=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,40 @@ def test_a_store_that_nothing_installed_reads_is_told_at_the_call(monkeypatch: p
     monkeypatch.setattr(serving, "client_at", fails)
     with pytest.raises(MissingDependencyError, match="obstore"):
         serving._ask(["s3://bucket/run"], ["m"], token=None, verify=True, trust_key=None)
+
+
+@contextlib.contextmanager
+def server_that_answers(status: int, body: bytes) -> Iterator[str]:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"detail": "Not Found"}',
+        b'{"error": {"message": "Not Found", "type": "NotFoundError", "param": null, "code": 404}}',  # vLLM's
+        b"404 page not found",
+    ],
+)
+def test_a_server_that_has_none_of_a_controller_s_routes_is_told_at_the_call(body: bytes) -> None:
+    """A vLLM's URL, say. Seen red: the command waited for ever. What stands before a controller may say 503 until it
+    is there."""
+    refused = pytest.raises(ConfigError, match="answers, and is no weightsync controller")
+    with server_that_answers(404, body) as url, refused:
+        serving._ask_controller(url, ["actor"], token=TOKEN, verify=True)
+    with server_that_answers(503, body) as url:
+        serving._ask_controller(url, ["actor"], token=TOKEN, verify=True)

@@ -246,6 +246,10 @@ class FleetMethod(SyncMethod):
         self.pool.wait_learnt([each.model_id for each in versions], self._prepare_timeout_s)
         if members := self.pool.claim(versions):  # it came in meanwhile: nobody tells of that once more
             return members
+        if awaited := self.pool.awaited([each.model_id for each in versions]):
+            nobody = NoEnginesError(f"no rollout service takes part yet: waits for {awaited}")
+            nobody.waits = True
+            raise nobody
         raise NoEnginesError("no rollout service takes part: the controller's status says why of each")
 
     def _each(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:

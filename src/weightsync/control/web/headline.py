@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -54,7 +54,7 @@ def facts(status: ControllerStatus) -> tuple[Fact, ...]:
             for tag, model in status.models.items()
             for fact in _of_model(tag, model, newest.get(tag), status.instances)
         ),
-        *_of_instances(status.instances),
+        *_of_instances(status.instances, status.models),
         *_served(status),
     ]
     return worst_first(found)
@@ -173,7 +173,7 @@ def _slowest(tag: str, instances: Sequence[InstanceStatus]) -> str:
     return f"{name[:100]} has {moved}{others}"
 
 
-def _of_instances(instances: Sequence[InstanceStatus]) -> Iterator[Fact]:
+def _of_instances(instances: Sequence[InstanceStatus], models: Mapping[str, RolloutServiceState]) -> Iterator[Fact]:
     total = len(instances)
     levels: tuple[tuple[str, Level], ...] = (("evicted", "wrong"), ("suspect", "wrong"), ("joining", "busy"))
     for state, level in levels:
@@ -188,7 +188,8 @@ def _of_instances(instances: Sequence[InstanceStatus]) -> Iterator[Fact]:
         detail = "; ".join(dict.fromkeys(brief(why, _DETAIL_CHARS) for why in whys[:_NAMED]))
         yield Fact(level=level, text=f"{head}{verb} {state}: {names}{more}", detail=detail)
     for instance in [each for each in instances if each.state == "live" and each.failed and not each.gone][:_NAMED]:
-        text = f"{instance.instance_id[:100]} is live, and can't go on"
+        has = ", ".join(_range(tag, model, [instance]) for tag, model in models.items() if tag in instance.models)
+        text = f"{instance.instance_id[:100]} is live with {has}, and gets nothing newer"
         yield Fact(level="wrong", text=text, detail=brief(instance.why, _DETAIL_CHARS))
     for instance in [each for each in instances if each.gone][:_NAMED]:
         names = ", ".join(who[:100] for who in instance.gone[:_NAMED])

@@ -52,7 +52,7 @@ _READS = frozenset(
         "/kv_event_sources", "/load", "/metrics", "/metrics/", "/openapi.json", "/ping", "/server_info",
         "/tokenizer_info", "/v1/models", "/version", "/weight_info",
         # vLLM has none of these: who asks what a server is gets its 404, and not a refusal
-        "/get_model_info", "/model_info", "/workers",
+        "/get_model_info", "/model_info", "/status", "/workers",
         "/weightsync/adapters",  # our `lora_middleware`'s
     }
 )  # fmt: skip

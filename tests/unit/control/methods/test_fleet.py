@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.types.fleet import (
+    NOT_STARTED,
     HeartbeatRequest,
     ModelVersion,
     PrepareReply,
@@ -138,6 +140,45 @@ def test_a_controller_that_only_listens_yet_waits_for_whom_it_has_heard_of(world
     one.beat()
     assert done.result(LONG_S) == 2
     assert one.served["actor"].of == v(2)
+
+
+def test_a_controller_that_only_listens_yet_waits_for_its_first_heartbeat(world: World) -> None:
+    """Seen red: a trainer's word that came before any heartbeat was a sync that had failed, until it had listened."""
+    world.pool._learning.until_s = time.monotonic() + 0.5
+    one, method = world.instance("a"), world.method()
+    one.served = {"actor": ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=SENDER)}
+    done = in_thread(lambda: bring(method, 2), name="sync")
+    until(lambda: world.pool.current("actor"), "it is claimed")
+    one.beat()
+    assert done.result(LONG_S) == 2
+
+
+def test_engines_that_have_not_started_are_waited_for_and_nothing_has_failed(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: eight syncs that failed, and an error, in a good start."""
+    given_up = threading.Event()
+    controller = WeightSyncController(
+        {"sync_mode": "sync"}, world.method(), model_tags=("actor",), retries_s=(0.0, 0.0),
+        on_give_up=lambda tag, version: given_up.set(),
+    )  # fmt: skip
+    world.pool.heartbeat(
+        HeartbeatRequest(
+            instance_id="a", incarnation="1", url="http://127.0.0.1:9", lacks=("actor",), leased=False,
+            gone={"http://e": f"{NOT_STARTED}: can't connect"},
+        )
+    )  # fmt: skip
+    assert world.pool.status({})[0].why == "it serves nothing; engine http://e has not started yet: can't connect"
+    controller.train_worker_notify_weight_update("w", "actor", "r", 1, sender_endpoint=SENDER)
+    assert given_up.wait(LONG_S)
+    logged = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert [each for each in logged if "sync" in each or "is not served" in each] == [
+        "model actor: r/1 is not served: no rollout service takes part yet: waits for engine http://e of a to start"
+    ]
+    assert controller.rollout_service_state("actor").overdue, "who looks is told"
+    world.instance("a").beat()
+    assert controller.wait_version("r", "actor", 1, timeout_s=LONG_S), "it is tried again when it is there"
+    controller.close()
 
 
 def test_with_nobody_there_nothing_is_said_to_go_on(world: World, caplog: pytest.LogCaptureFixture) -> None:
