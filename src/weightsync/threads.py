@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -41,50 +42,65 @@ def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[R
     count = len(work)
     if count <= 1 or num_cores() == 1:
         return [function(item) for item in work]
-    pool, workers, left = _shared_pool(), list[Future[None]](), enumerate(work)
+    pool, workers, left = _shared_pool(), list[Future[None]](), deque(enumerate(work))
+    del work  # an item is held until it is done, and no longer
     found, failed = dict[int, Result](), dict[int, BaseException]()
     try:
         for _ in range(min(num_cores(), count)):
             workers.append(Future())  # before: one that is queued by a `submit` that raises can be cancelled
-            pool.submit(_run, workers[-1], function, work, left, found, failed)
+            pool.submit(_run, workers[-1], function, left, found, failed)
         workers[0].result()  # it begins before the others do, and ends when no item is left for them to begin
         _end(workers)
     except BaseException:
-        work.clear()
+        left.clear()
         _end(workers)
         raise
     if failed:
-        raise failed.pop(min(failed))  # popped: an error must not hold itself, and all that was borrowed with it
+        first = [failed[min(failed)]]
+        failed.clear()  # an error must not hold itself, and all that was borrowed with it
+        raise first.pop()
     return [found[index] for index in range(count)]
 
 
 def _run(
     worker: Future[None],
     function: Callable[[Item], Result],
-    work: list[Item],
-    left: Iterator[tuple[int, Item]],
+    left: deque[tuple[int, Item]],
     found: dict[int, Result],
     failed: dict[int, BaseException],
 ) -> None:
-    """Takes what is left of `work`, item by item, beside other threads."""
+    """Takes what is left, item by item, beside other threads."""
     if not worker.set_running_or_notify_cancel():
         return
-    for index, item in left:
-        try:
+    index = -1
+    try:
+        while left:
+            try:
+                index, item = left.popleft()
+            except IndexError:  # another thread took the last one
+                return
             found[index] = function(item)
-        except BaseException as error:
-            failed[index] = error
-            work.clear()  # nothing is left then
-    worker.set_result(None)
+    except BaseException as error:
+        left.clear()
+        failed[index] = error
+    finally:
+        worker.set_result(None)  # whatever happens: the caller waits for it
 
 
 def _end(workers: list[Future[None]]) -> None:
-    """No worker begins any more, and what they borrow is not in use."""
+    """No worker begins any more, and what they borrow is not in use, however often the caller is interrupted."""
+    interrupt: KeyboardInterrupt | None = None
     for worker in workers:
         worker.cancel()
     for worker in workers:
-        if not worker.cancelled():
-            worker.result()
+        while not worker.cancelled():
+            try:
+                worker.result()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def batches(sizes: Sequence[int], most_bytes: int, *, most_items: int | None = None) -> Iterator[slice]:

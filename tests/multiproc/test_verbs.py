@@ -374,7 +374,7 @@ def test_a_wrong_port_in_to_and_a_wrong_token_of_a_controller_are_told_by_their_
     to = f"http://127.0.0.1:{free_port()}"
     with weightsync.publish(build(5), "actor", to=to, token=TOKEN, port=0):
         assert "does a weightsync rollout service or controller run there" in caplog.text
-    port, said = free_port(), "it was sent --token, the variable WEIGHTSYNC_TOKEN"
+    port, said = free_port(), "it was sent --controller-token or --token"
     settings = WeightSyncConfig.load({"sync_method": "pull", "fleet": {"models": ["actor"], "port": port}})
     served = {"actor": build(99, dtype=torch.bfloat16)}
     begin = functools.partial(

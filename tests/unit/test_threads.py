@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -45,6 +48,42 @@ def test_an_error_comes_out_after_all_running_calls_ended() -> None:
         threads.map_all(work, range(20))
     assert running == []
     assert threads.map_all(lambda item: item, range(3)) == [0, 1, 2]
+
+
+def test_two_errors_hold_nothing_that_was_borrowed() -> None:
+    """Seen red: the one that was not raised held itself, and with it every memory that the calls had."""
+
+    class Memory:
+        pass
+
+    both, borrowed = threading.Barrier(2, timeout=10), Memory()
+    seen = weakref.ref(borrowed)
+
+    def work(item: int, memory: Memory) -> None:
+        both.wait()
+        raise ValueError(f"{item} of {memory}")
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match=r"^0 of"):
+            threads.map_all(functools.partial(work, memory=borrowed), range(2))
+        del borrowed
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_a_worker_that_ends_in_any_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: where there was no memory for a result, the caller waited for ever."""
+
+    class Full(dict[int, int]):
+        def __setitem__(self, index: int, result: int) -> None:
+            raise MemoryError("no room for it")
+
+    real = threads._run
+    monkeypatch.setattr(threads, "_run", lambda worker, work, left, _, failed: real(worker, work, left, Full(), failed))
+    with pytest.raises(MemoryError):
+        threads.map_all(lambda item: item, range(9))
 
 
 def test_nothing_begins_after_an_error_and_the_first_by_order_is_raised() -> None:

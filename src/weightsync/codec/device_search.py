@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.codec import delta_kernels as kernels
-from weightsync.codec.delta_planes import Bytes, Found, Words, shape_of
+from weightsync.codec.delta_planes import Bytes, Found, Positions, Words, shape_of
 from weightsync.codec.delta_units import Unit
 from weightsync.errors import UnsupportedError
 
@@ -59,7 +59,7 @@ class DeviceSearch:
         bits, flips = shape_of(unit)
         found = kernels.find_changes(was, now, steps, all_of_them, bits, flips, np.empty(1, np.uint64))
         assert found == number, "elements that the device calls different are different"
-        return Found(positions, steps, int(kernels.sum_values(positions, now.view(unit.kind.word))))
+        return Found(positions, steps, _sum_on_host(new, unit, positions))
 
     def _uploaded(self, data: Bytes, which: int) -> torch.Tensor:
         """The bytes on the device; valid until this thread's next call."""
@@ -86,3 +86,8 @@ class DeviceSearch:
 def _host_bytes(words: torch.Tensor) -> npt.NDArray[np.uint8]:
     found: npt.NDArray[np.uint8] = words.cpu().view(torch.uint8).numpy()
     return found
+
+
+def _sum_on_host(new: Bytes, unit: Unit, positions: Positions) -> int:
+    """Of the elements as they are here: a bit that went wrong on the way to the device, or back, is found by it."""
+    return int(kernels.sum_values(positions, new.view(unit.kind.word).take(positions)))

@@ -51,7 +51,7 @@ class Instance:
         name, starting = self.beat.instance_id, self.starting
         if self.why or self.beat.error or any(self.serves().values()) or self.beat.gone.keys() - starting:
             return ()
-        return tuple(f"engine {who} of {name} to start" for who in starting) or (f"{name} to load its first version",)
+        return tuple(f"engine {who} of {name} to start" for who in starting) or (f"{name} to load what is current",)
 
     def serves(self) -> dict[str, Version | None]:
         """By model; None: nothing of ours."""

@@ -433,7 +433,7 @@ class ModelControl:
         """A sync that could not even be started, or told of: it has failed like any other."""
         if error is None:
             return
-        _logger.error("model %s: the sync of version %d was lost: %r", self.tag, goal.version, error)
+        self._log.lost(goal.version, error)
         with self._changed:
             if self.state.syncing is not goal:
                 return

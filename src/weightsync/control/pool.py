@@ -118,7 +118,8 @@ class RolloutPool:
                 beat = msgspec.structs.replace(beat, leased=True)
             if not self._goals.mixes([*beat.lacks, *(each.model_id for each in beat.serves)]):
                 beat = msgspec.structs.replace(beat, whole=True)
-            was, known.beat, known.heard_s = known.serves(), beat, now
+            was, awaited = known.serves(), bool(known.awaits)
+            known.beat, known.heard_s = beat, now
             heard = [each.beat for each in self._instances.values() if self._is_fresh(each, now)]
             goals = dict(self._goals.current)
             for each in beat.absent:
@@ -137,8 +138,8 @@ class RolloutPool:
             reply = self._answer(known, now)
             if known.takes_part:
                 self._note_digests(known)
-            elif known.serves() != was:
-                self.on_members()  # it may have what a sync has failed to bring the others
+            elif known.serves() != was or (awaited and not known.awaits):
+                self.on_members()  # it may have what a sync has failed to bring the others, or fails and is to be told
             self._tell()
             return reply
 

@@ -11,11 +11,11 @@ _logger = logging.getLogger(__name__)
 
 
 class SyncLog:
-    """Of one model; one sync at a time. What waits for who is about to come is told once, and as no failure."""
+    """Of one model; one sync at a time. What waits for who is about to come is told once a version, as no failure."""
 
     def __init__(self, model_tag: str) -> None:
         self._model_tag = model_tag
-        self._awaited: str | None = None
+        self._awaited: tuple[Version, str] | None = None
 
     def served(self, version: Version, seconds: float) -> None:
         self._awaited = None
@@ -26,9 +26,13 @@ class SyncLog:
         if not (isinstance(error, NoEnginesError) and error.waits):
             _logger.warning("model %s: the sync of %s failed: %s", self._model_tag, version, error)
             return
-        self._awaited = error.message
+        self._awaited = version, error.message
         if before != self._awaited:
-            _logger.warning("model %s: %s is not served: %s", self._model_tag, version, self._awaited)
+            _logger.warning("model %s: %s is not served: %s", self._model_tag, version, error.message)
+
+    def lost(self, number: int, error: BaseException) -> None:
+        self._awaited = None
+        _logger.error("model %s: the sync of version %d was lost: %r", self._model_tag, number, error)
 
     def given_up(self, version: Version, error: str | None, *, dark: bool) -> None:
         """`dark`: nobody answers."""

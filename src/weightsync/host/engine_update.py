@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from weightsync.errors import (
     DigestMismatchError,
+    EngineUnreachableError,
     InvalidRequestError,
     LoadError,
     ManifestMismatchError,
@@ -20,6 +21,7 @@ from weightsync.errors import (
     StateError,
     UnsupportedError,
     VersionError,
+    WeightSyncError,
 )
 from weightsync.handles.fanout import DirectEngine, own_words
 from weightsync.host.commit_gate import PendingCommit
@@ -147,7 +149,13 @@ class EngineUpdate:
             WeightSyncError: it does not answer.
         """
         request = DescribeRequest(model_id=self._model_id)
-        reply = self._engine.call(EngineOp.DESCRIBE, request, timeout_s=timeout_s)
+        try:
+            reply = self._engine.call(EngineOp.DESCRIBE, request, timeout_s=timeout_s)
+        except EngineUnreachableError:
+            raise
+        except WeightSyncError:
+            self.has_answered = True  # it is there, whatever it says
+            raise
         self.has_answered = True
         if self._leased and reply.leased is False and not self._is_warned_of:
             _logger.warning("engine %s %s", self.engine_id, _UNLEASED)

@@ -46,7 +46,7 @@ from weightsync.types.fleet import (
 )
 from weightsync.types.service import LeaseStatus
 
-TOKEN_HINT = "; it was sent --token, the variable WEIGHTSYNC_TOKEN, or RolloutConfig(controller_token=)"
+TOKEN_HINT = "; it was sent --controller-token or --token, or their variables, or RolloutConfig(controller_token=)"
 _FIRST_EVERY_S = 0.5
 _HEARTBEAT_S = 5.0
 _LEAVE_S = 1.0
@@ -260,7 +260,7 @@ class FleetMember:
         with contextlib.suppress(Exception):  # no thread: they are looked at by and by
             for model in self._models.values():
                 model.engines.look()  # before the first word: who has engines that have not started is not let in
-        while True:
+        while not self._stop.is_set():
             sent_s, commits, self._asks = boot_s(), self._num_commits, False
             try:
                 reply = self._client.heartbeat(self._request(), timeout_s=_HEARTBEAT_S)

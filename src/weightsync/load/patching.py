@@ -93,7 +93,8 @@ class LivePatch:
         positions, values = update.positions, update.values
         _check_kind(live, update)
         where = _checked(positions, live.numel(), update.name)
-        return self._add(live, update.name, torch.from_numpy(where), values.detach().cpu().contiguous().clone())
+        new = values.detach().cpu().contiguous().clone()
+        return self._add(live, update.name, torch.from_numpy(where), new, checked=True)
 
     def add_checked(self, live: torch.Tensor, update: Patch) -> Change:
         """As `add`, of uint32 positions that rise, as it has seen of others. Nothing is copied: both tensors are
@@ -105,11 +106,13 @@ class LivePatch:
         _check_kind(live, update)
         if update.positions.numel() and int(update.positions[-1]) >= live.numel():
             raise _not_within(live.numel(), update.name)
-        return self._add(live, update.name, update.positions, update.values)
+        return self._add(live, update.name, update.positions, update.values, checked=False)
 
-    def _add(self, live: torch.Tensor, name: str, positions: torch.Tensor, new: torch.Tensor) -> Change:
+    def _add(
+        self, live: torch.Tensor, name: str, positions: torch.Tensor, new: torch.Tensor, *, checked: bool
+    ) -> Change:
         old = torch.empty(len(positions), dtype=live.dtype)
-        change = Change(spec=spec_of(name, live), positions=positions, old=old, new=new, checked=True)
+        change = Change(spec=spec_of(name, live), positions=positions, old=old, new=new, checked=checked)
         self._parts[name] = _Part(live, change)
         return change
 
@@ -382,7 +385,8 @@ def _turns(parts: Mapping[str, _Part]) -> list[_Turn]:
 
 
 def _take_all(left: deque[tuple[int, _Turn]], failed: list[tuple[int, BaseException]], step: str) -> None:
-    """Turn after turn of what is left, which other threads take from too. One that fails is the last of all."""
+    """Turn after turn of what is left, which other threads take from too. One that fails is the last of all, but of an
+    undo: as much is undone as can be."""
     while True:
         try:
             index, turn = left.popleft()
@@ -391,7 +395,8 @@ def _take_all(left: deque[tuple[int, _Turn]], failed: list[tuple[int, BaseExcept
         try:
             _take(turn, step)
         except BaseException as error:
-            left.clear()
+            if step != "undo":
+                left.clear()
             failed.append((index, error))
 
 

@@ -62,7 +62,7 @@ def told_error(body: bytes, *, peer: str) -> WeightSyncError | None:
     """The typed error that one of our own servers put into an answer; None where there is none."""
     with contextlib.suppress(InvalidRequestError):
         answer = decode(body, dict[str, Any], what="the error")
-        if isinstance(answer.get("error"), str):  # vLLM's and others' errors have an object there
+        if isinstance(answer.get("error"), str) and isinstance(answer.get("message"), str):  # others have one of them
             return error_from_dict(answer, peer=peer)
     return None
 

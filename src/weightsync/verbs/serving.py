@@ -307,7 +307,8 @@ def _ask_controller(url: str, models: Sequence[str], *, token: str | None, verif
         except WeightSyncError as error:
             if error.details.get("status") in _NO_ROUTE:
                 raise ConfigError(
-                    f"{url} answers, and is no weightsync controller: it has no /status; look at --controller"
+                    f"{url} answers, and is no weightsync controller: it has no /status; look at --controller "
+                    "(a proxy says so, too, before its server has started)"
                 ) from error
             return  # the first heartbeat says so
     if not is_controller(url, status, models, controller=True):

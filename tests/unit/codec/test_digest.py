@@ -367,6 +367,16 @@ def test_many_changes_sum_as_the_tensors_do(changes: list[tuple[PatchPart, Shard
         assert patch_sums(part for part, _ in changes) == [change for _, change in changes]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64", "complex128"])
+def test_positions_of_32_bits_are_those_of_64(dtype: str) -> None:
+    """Behind 2**31, too. Seen red: taken as negative ones."""
+    places = np.array([2**31 - 1, 2**31, 2**32 - 1])
+    old, new = (random_tensor(dtype, (3,), seed) for seed in (1, 2))
+    spec = TensorSpec(name="w", dtype=dtype, shape=(2**32,))
+    wide, narrow = (torch.from_numpy(places.astype(kind)) for kind in (np.int64, np.uint32))
+    assert patch_sum(spec, narrow, old, new) == patch_sum(spec, wide, old, new)
+
+
 @pytest.mark.parametrize("kind", [torch.int64, torch.uint32], ids=str)
 def test_positions_are_summed_where_they_lie(kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: uint32 ones, which is what travels, were copied as int64: three times their bytes."""

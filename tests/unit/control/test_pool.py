@@ -547,7 +547,7 @@ def test_one_whose_engine_is_gone_and_that_serves_nothing_comes_in_nowhere() -> 
     ("fields", "awaited"),
     [
         ({"gone": {"e": f"{NOT_STARTED}: refused"}}, "engine e of a to start"),
-        ({}, "a to load its first version"),
+        ({}, "a to load what is current"),
         ({"gone": {"e": f"{NOT_STARTED}: refused", "f": "it hangs"}}, ""),
         ({"gone": {"e": "it hangs"}}, ""),
         ({"error": "m: pull: nobody has it"}, ""),
@@ -568,6 +568,23 @@ def test_who_is_about_to_come_for_the_first_time_is_awaited(fields: dict[str, An
     assert pool.awaited(["m"]) == ""
     clock.now += 2 * LEASE_S
     assert pool.awaited(["m"]) == "", "nobody is heard any more"
+
+
+def test_who_fails_instead_of_coming_has_the_sync_tried_again() -> None:
+    """Nobody would tell of it else: what was awaited was told as no failure. Seen red."""
+    pool, _ = made()
+    told: list[int] = []
+    pool.on_members = lambda: told.append(1)
+    pool.claim([at(3)])
+    pool.heartbeat(beat("a", leased=False, gone={"e": NOT_STARTED}))
+    pool.heartbeat(beat("a", leased=False))
+    told.clear()
+    pool.heartbeat(beat("a", leased=False))
+    assert not told
+    pool.heartbeat(beat("a", leased=False, error="m: load: out of memory"))
+    assert told == [1]
+    pool.heartbeat(beat("a", leased=False, error="m: load: out of memory"))
+    assert told == [1]
 
 
 def test_an_instance_whose_engine_is_gone_says_so() -> None:

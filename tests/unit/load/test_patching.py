@@ -626,6 +626,26 @@ def test_nobody_writes_any_more_when_an_undo_has_failed(monkeypatch: pytest.Monk
     assert not loader.healthy
 
 
+def test_an_undo_brings_back_all_that_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: behind the first turn that failed the others were left as the failed commit had written them."""
+    _, loader, live = in_turns(monkeypatch, 1)
+    take, turns, undone = patching._take, list(live._turns), list[int]()
+
+    def one_fails(turn: Any, step: str) -> None:
+        if step == "apply" and turn is turns[-1]:
+            raise MemoryError("no")
+        if step == "undo" and turn is turns[0]:
+            raise MemoryError("nor back")
+        take(turn, step)
+        if step == "undo":
+            undone.append(turns.index(turn))
+
+    monkeypatch.setattr(patching, "_take", one_fails)
+    with pytest.raises(LoadError, match="nor back"):
+        loader.commit(V2)
+    assert undone == list(range(1, len(turns)))
+
+
 def test_a_large_change_has_larger_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: pieces were of one size, so that a large change had more turns than threads can use."""
     monkeypatch.setattr(patching, "_MAX_TURNS", 10)

@@ -189,7 +189,7 @@ def _of_instances(instances: Sequence[InstanceStatus], models: Mapping[str, Roll
         yield Fact(level=level, text=f"{head}{verb} {state}: {names}{more}", detail=detail)
     for instance in [each for each in instances if each.state == "live" and each.failed and not each.gone][:_NAMED]:
         has = ", ".join(_range(tag, model, [instance]) for tag, model in models.items() if tag in instance.models)
-        text = f"{instance.instance_id[:100]} is live with {has}, and gets nothing newer"
+        text = f"{instance.instance_id[:100]} is live with {has}, and something failed there"
         yield Fact(level="wrong", text=text, detail=brief(instance.why, _DETAIL_CHARS))
     for instance in [each for each in instances if each.gone][:_NAMED]:
         names = ", ".join(who[:100] for who in instance.gone[:_NAMED])

@@ -139,7 +139,7 @@ def said(now: ControllerStatus) -> list[str]:
             status(models={"actor": model(12, 12)}, syncs=(),
                    instances=(instance("a", 12, why="the trainer's agent is gone, or cut off", failed=True),)),
             [
-                "wrong: a is live with actor 12, and gets nothing newer (the trainer's agent is gone, or cut off)",
+                "wrong: a is live with actor 12, and something failed there (the trainer's agent is gone, or cut off)",
                 "ok: a serves actor 12",
             ],
         ),
