@@ -28,7 +28,7 @@ from weightsync.errors import ConfigError
 _BENCH = Path(__file__).resolve().parents[1] / "bench"
 _QUOTE = "'"
 _MACHINES = {
-    "AMD 25/17": ("2026-11-27-amd.json", "2026-11-27-amd-again.json"),
+    "AMD 25/17": ("2026-11-27-amd-evening.json",),
     "Intel 6/207": ("2026-11-25-intel.json", "2026-11-26-intel-again.json"),
     "Intel 6/167": ("2026-11-22-intel.json", "2026-11-22-intel-again.json"),
 }
