@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from weightsync.types.process import num_cores
 
@@ -43,36 +43,39 @@ def map_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[R
     if count <= 1 or num_cores() == 1:
         return [function(item) for item in work]
     pool, workers, left = _shared_pool(), list[Future[None]](), deque(enumerate(work))
-    del work  # an item is held until it is done, and no longer
-    found, failed = dict[int, Result](), dict[int, BaseException]()
+    del work, items  # an item is held until it is done, and no longer
+    found: list[Any] = [None] * count  # room for all, before: to note a result, or an error, takes no memory
+    failed: list[BaseException | None] = [None] * count
     try:
         for _ in range(min(num_cores(), count)):
             workers.append(Future())  # before: one that is queued by a `submit` that raises can be cancelled
             pool.submit(_run, workers[-1], function, left, found, failed)
         workers[0].result()  # it begins before the others do, and ends when no item is left for them to begin
-        _end(workers)
     except BaseException:
         left.clear()
         _end(workers)
+        failed.clear()
         raise
-    if failed:
-        first = [failed[min(failed)]]
-        failed.clear()  # an error must not hold itself, and all that was borrowed with it
-        raise first.pop()
-    return [found[index] for index in range(count)]
+    _end(workers)
+    errors = [error for error in failed if error is not None]
+    failed.clear()  # an error must not hold itself, and all that was borrowed with it
+    if errors:
+        del errors[1:]
+        raise errors.pop()
+    return found
 
 
 def _run(
     worker: Future[None],
     function: Callable[[Item], Result],
     left: deque[tuple[int, Item]],
-    found: dict[int, Result],
-    failed: dict[int, BaseException],
+    found: list[Any],
+    failed: list[BaseException | None],
 ) -> None:
     """Takes what is left, item by item, beside other threads."""
     if not worker.set_running_or_notify_cancel():
         return
-    index = -1
+    index = 0
     try:
         while left:
             try:
@@ -89,18 +92,19 @@ def _run(
 
 def _end(workers: list[Future[None]]) -> None:
     """No worker begins any more, and what they borrow is not in use, however often the caller is interrupted."""
-    interrupt: KeyboardInterrupt | None = None
-    for worker in workers:
-        worker.cancel()
-    for worker in workers:
-        while not worker.cancelled():
-            try:
-                worker.result()
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-    if interrupt is not None:
-        raise interrupt
+    interrupts: list[BaseException] = []
+    while True:
+        try:
+            for worker in workers:
+                worker.cancel()
+            for worker in workers:
+                if not worker.cancelled():
+                    worker.result()
+            break
+        except BaseException as error:  # of a signal's handler: no worker has one
+            interrupts.append(error)
+    if interrupts:
+        raise interrupts.pop()
 
 
 def batches(sizes: Sequence[int], most_bytes: int, *, most_items: int | None = None) -> Iterator[slice]:

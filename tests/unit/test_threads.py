@@ -76,8 +76,8 @@ def test_two_errors_hold_nothing_that_was_borrowed() -> None:
 def test_a_worker_that_ends_in_any_way_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: where there was no memory for a result, the caller waited for ever."""
 
-    class Full(dict[int, int]):
-        def __setitem__(self, index: int, result: int) -> None:
+    class Full(list[Any]):
+        def __setitem__(self, index: Any, result: Any) -> None:
             raise MemoryError("no room for it")
 
     real = threads._run

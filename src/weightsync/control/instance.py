@@ -24,6 +24,7 @@ class Instance:
         fresh: it came in, and was not told so yet.
         doubted: it has said once that it serves something else than the fleet.
         let_in: with what; None: it has taken its lease.
+        missed: it was awaited and failed instead of coming, and a sync was tried for that: once is enough.
     """
 
     beat: HeartbeatRequest
@@ -34,6 +35,7 @@ class Instance:
     fresh: bool = False
     doubted: bool = False
     let_in: dict[str, Version | None] | None = None
+    missed: bool = False
 
     @property
     def takes_part(self) -> bool:

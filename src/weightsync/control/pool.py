@@ -138,8 +138,10 @@ class RolloutPool:
             reply = self._answer(known, now)
             if known.takes_part:
                 self._note_digests(known)
-            elif known.serves() != was or (awaited and not known.awaits):
-                self.on_members()  # it may have what a sync has failed to bring the others, or fails and is to be told
+            elif known.serves() != was:
+                self.on_members()  # it may have what a sync has failed to bring the others
+            elif awaited and not known.awaits:
+                self._miss(known)  # it fails
             self._tell()
             return reply
 
@@ -333,26 +335,19 @@ class RolloutPool:
         """Who takes part no more, has any of these models, and may still answer."""
         with self._changed:
             self._swept()
-            return tuple(
-                name
-                for name, each in self._instances.items()
-                if not self.fenced(name) and set(models) & set(each.serves())
-            )
+            having = [name for name, each in self._instances.items() if set(models) & set(each.serves())]
+            return tuple(name for name in having if not self.fenced(name))
 
     def wait_fenced(self, instance_ids: Sequence[str]) -> None:
         """Until none of these answers with what it was evicted with: at most `lease_s`."""
         self._wait(lambda: all(self.fenced(each) for each in instance_ids), self.lease_s + 1.0)
 
     def awaited(self, model_ids: Sequence[str]) -> str:
-        """For what those wait who join with any of these models, see `Instance.awaits`; empty: some have failed, or
-        nobody joins."""
+        """What those wait for who join with any of these models; empty: one has failed, or nobody joins."""
         with self._changed:
             now = self._swept()
-            mine = [
-                each
-                for each in self._instances.values()
-                if not each.takes_part and self._is_fresh(each, now) and set(model_ids) & set(each.serves())
-            ]
+            joining = [each for each in self._instances.values() if not each.takes_part and self._is_fresh(each, now)]
+            mine = [each for each in joining if set(model_ids) & set(each.serves())]
             found = [words for each in mine for words in each.awaits]
             more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
             return ", ".join(found[:_NAMED]) + more if all(each.awaits for each in mine) else ""
@@ -415,11 +410,19 @@ class RolloutPool:
         _logger.warning("instance %s is evicted: %s", known.beat.instance_id, why)
         self._one_less(known)
 
+    def _miss(self, awaited: Instance) -> None:
+        """One that was told of as about to come does not: a sync says so, where nobody takes part."""
+        if not awaited.missed and not awaited.serves().keys() & self._taken():
+            awaited.missed = True
+            self.on_members()
+
     def _one_less(self, left: Instance) -> None:
         """Nobody may be left with some model: who comes next can have what is newest alone, so that may be claimed."""
-        others = [each.serves().keys() for each in self._instances.values() if each.takes_part]
-        if left.serves().keys() - set().union(*others):
+        if left.serves().keys() - self._taken():
             self.on_members()
+
+    def _taken(self) -> set[str]:
+        return {model for each in self._instances.values() if each.takes_part for model in each.serves()}
 
     def _swept(self) -> float:
         """Notes whose heartbeat is late and whose lease is over; the time."""
@@ -434,6 +437,8 @@ class RolloutPool:
                 self._tell()
             elif each.state in ("live", "joining") and silent_s > self._late_s:
                 each.state = "suspect" if each.takes_part else "evicted"
+                if each.awaits and not each.takes_part:
+                    self._miss(each)
                 self._tell()
             elif not each.takes_part and silent_s > _FORGET_LEASES * self.lease_s:
                 del self._instances[name]

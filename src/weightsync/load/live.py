@@ -100,10 +100,12 @@ class ShardPatch:
 
     def undo(self) -> None:
         """See `LivePatch.undo`: of the live parts, and of the base where it has followed."""
-        self._live.undo()
-        if self.followed:
-            self._whole.undo()
-            self.followed = False
+        try:
+            self._live.undo()
+        finally:
+            if self.followed:
+                self._whole.undo()
+                self.followed = False
 
     def follow(self) -> None:
         """The base takes the change. Outside of the pause, where the change stays; or in it, for what is `marked`.

@@ -177,24 +177,27 @@ class LivePatch:
         Raises:
             Exception: of the turns that failed the first one's, by their order.
         """
-        if len(self._turns) <= 1 or self._pool is None:
-            for turn in self._turns:
-                _take(turn, step)
-            return
         left = deque(enumerate(self._turns))
         failed: list[tuple[int, BaseException]] = []
         calls = []
         try:
-            try:
-                for _ in range(min(self._num_threads, len(self._turns))):
-                    calls.append(self._pool.submit(_take_all, left, failed, step))
-            except BaseException:  # the call of a thread that can't be started is queued all the same
-                left.clear()
-                pool, self._pool = self._pool, None
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+            if len(self._turns) <= 1 or self._pool is None:
+                _take_all(left, failed, step)
+            else:
+                try:
+                    for _ in range(min(self._num_threads, len(self._turns))):
+                        calls.append(self._pool.submit(_take_all, left, failed, step))
+                except BaseException as error:  # the call of a thread that can't be started is queued all the same
+                    if step != "undo":
+                        left.clear()
+                    pool, self._pool = self._pool, None
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    _take_all(left, failed, step)  # of an undo: what no thread has taken
+                    if step != "undo" or not isinstance(error, RuntimeError):
+                        raise
             for call in calls:
-                call.result()
+                if not call.cancelled():
+                    call.result()
             if failed:
                 raise min(failed, key=itemgetter(0))[1]
         finally:

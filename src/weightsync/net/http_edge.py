@@ -62,7 +62,8 @@ def told_error(body: bytes, *, peer: str) -> WeightSyncError | None:
     """The typed error that one of our own servers put into an answer; None where there is none."""
     with contextlib.suppress(InvalidRequestError):
         answer = decode(body, dict[str, Any], what="the error")
-        if isinstance(answer.get("error"), str) and isinstance(answer.get("message"), str):  # others have one of them
+        name, message = answer.get("error"), answer.get("message")  # others' errors are objects, or words: "Not Found"
+        if isinstance(name, str) and name.isidentifier() and isinstance(message, str):
             return error_from_dict(answer, peer=peer)
     return None
 

@@ -572,7 +572,7 @@ def test_who_is_about_to_come_for_the_first_time_is_awaited(fields: dict[str, An
 
 def test_who_fails_instead_of_coming_has_the_sync_tried_again() -> None:
     """Nobody would tell of it else: what was awaited was told as no failure. Seen red."""
-    pool, _ = made()
+    pool, clock = made()
     told: list[int] = []
     pool.on_members = lambda: told.append(1)
     pool.claim([at(3)])
@@ -581,10 +581,13 @@ def test_who_fails_instead_of_coming_has_the_sync_tried_again() -> None:
     told.clear()
     pool.heartbeat(beat("a", leased=False))
     assert not told
-    pool.heartbeat(beat("a", leased=False, error="m: load: out of memory"))
-    assert told == [1]
-    pool.heartbeat(beat("a", leased=False, error="m: load: out of memory"))
-    assert told == [1]
+    for error in ("m: load: out of memory", "m: load: out of memory", "", "m: load: out of memory"):
+        pool.heartbeat(beat("a", leased=False, error=error))
+        assert told == [1], "once, though it flaps"
+    pool.heartbeat(beat("b", leased=False))
+    clock.now += LEASE_S
+    pool.status({})
+    assert told == [1, 1], "b is not heard any more"
 
 
 def test_an_instance_whose_engine_is_gone_says_so() -> None:

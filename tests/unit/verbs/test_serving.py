@@ -106,6 +106,7 @@ def server_that_answers(status: int, body: bytes) -> Iterator[str]:
         b'{"detail": "Not Found"}',
         b'{"error": {"message": "Not Found", "type": "NotFoundError", "param": null, "code": 404}}',  # vLLM's
         b'{"status": 404, "error": "Not Found", "path": "/status"}',
+        b'{"statusCode": 404, "error": "Not Found", "message": "Cannot GET /status"}',
         b"404 page not found",
     ],
 )
