@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,18 +34,24 @@ def test_items_run_side_by_side_and_one_alone_in_the_callers_thread() -> None:
 
 
 def test_an_error_comes_out_after_all_running_calls_ended() -> None:
-    running = []
+    """Seen red: raised while another call ran."""
+    runs, fails, returned, ended = (threading.Event() for _ in range(4))
 
     def work(item: int) -> None:
         if item == 0:
+            assert runs.wait(10)
+            fails.set()
             raise ValueError("the first")
-        running.append(item)
-        time.sleep(0.05)
-        running.remove(item)
+        runs.set()
+        assert fails.wait(10)
+        returned.wait(0.2)  # it does not come before this ends: nothing else tells
+        ended.set()
 
     with pytest.raises(ValueError, match="the first"):
         threads.map_all(work, range(20))
-    assert running == []
+    over = ended.is_set()
+    returned.set()
+    assert over
     assert threads.map_all(lambda item: item, range(3)) == [0, 1, 2]
 
 

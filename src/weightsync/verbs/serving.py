@@ -218,15 +218,6 @@ class Service(Closing):
             raise ConfigError(_no_such_model(model_id, self._engines))
         return self._service.status().models[model_id]
 
-    def progress(self, model_id: str) -> str | None:
-        """How far the model's pull under way is, in words; None where none is.
-
-        Raises:
-            ConfigError: there is no such model here.
-        """
-        progress = self.model_status(model_id).progress
-        return None if progress is None else str(progress)
-
     def wait(self) -> None:
         """Blocks until the service is closed."""
         self._service.wait()
