@@ -53,10 +53,7 @@ def run(args: BenchArgs) -> list[Row]:
     pause = largest["delta_s"][str(_ROW_DENSITY)]
     return [
         Row(
-            row="live_pause",
-            ratio=pause / largest["reload_s"],
-            target=_TARGET,
-            detail={**facts(args), "models": found},
+            row="live_pause", ratio=pause / largest["reload_s"], target=_TARGET, detail={**facts(args), "models": found}
         )
     ]
 

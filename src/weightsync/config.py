@@ -160,11 +160,7 @@ class TransferConfig(_Section):
                     ("strategy", self.strategy not in (None, "broadcast"), "'broadcast'"),
                     ("backend", self.strategy is None and self.backend == "cuda_ipc", "'gloo' or 'nccl'"),
                     ("use_cuda_ipc", self.strategy is None and bool(self.use_cuda_ipc), "false"),
-                    (
-                        "colocated",
-                        self.strategy is None and self.colocated and self.use_cuda_ipc is not False,
-                        "false",
-                    ),
+                    ("colocated", self.strategy is None and self.colocated and self.use_cuda_ipc is not False, "false"),
                 )
             ),
         )
@@ -323,11 +319,7 @@ class WeightSyncConfig(_Section):
     )
     sync_method: SyncMethodName = Field(default="push", description="how a version reaches the engines")
     sync_weight_path: _Text | None = Field(default=None, description="folder that network and disk put the weights in")
-    validate_freq: int = Field(
-        default=0,
-        ge=0,
-        description="training steps between validations; 0: none",
-    )
+    validate_freq: int = Field(default=0, ge=0, description="training steps between validations; 0: none")
     transfer: TransferConfig = Field(default_factory=lambda: TransferConfig())
     extract: ExtractConfig = Field(default_factory=lambda: ExtractConfig())
     inference_service: InferenceServiceConfig = Field(default_factory=lambda: InferenceServiceConfig())

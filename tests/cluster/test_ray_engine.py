@@ -128,8 +128,7 @@ def garbler(ray_cluster: Any) -> Iterator[RayEngine]:
 
 
 @pytest.mark.parametrize(
-    "said",
-    [b"bytes", "text", None, 7, (None,), ("no error", 7), ([], None), ({"error": 7}, None)],
+    "said", [b"bytes", "text", None, 7, (None,), ("no error", 7), ([], None), ({"error": 7}, None)]
 )
 def test_garbage_is_no_answer(garbler: RayEngine, said: object) -> None:
     """To a step and to a method; one typed error that names the engine."""

@@ -208,11 +208,7 @@ def sync_twice(kind: type[Worker]) -> dict[str, Any]:
     api = LocalApi(worker)
     extractor: Any = ModuleWeightExtractor(trained, chunk_bytes=100)
     push = PushSync(
-        extractor,
-        VllmEngine(api, engine_id="vllm"),
-        transfer_timeout_s=10,
-        join_timeout_s=5,
-        pause_timeout_s=5,
+        extractor, VllmEngine(api, engine_id="vllm"), transfer_timeout_s=10, join_timeout_s=5, pause_timeout_s=5
     )
     push.initialize()
     push.sync_weights(1)

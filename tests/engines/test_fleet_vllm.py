@@ -84,10 +84,7 @@ def guarded(versions: Versions, tmp_path_factory: pytest.TempPathFactory) -> Ite
     lease = str(folder / "lease")
     ServingLease(lease).close()  # it stays, lent to nobody
     server = Server(
-        versions.checkpoints[0],
-        folder,
-        env={LEASE_FILE_VARIABLE: lease},
-        options=("--middleware", MIDDLEWARE),
+        versions.checkpoints[0], folder, env={LEASE_FILE_VARIABLE: lease}, options=("--middleware", MIDDLEWARE)
     )
     server.start()
     try:

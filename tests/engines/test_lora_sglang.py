@@ -43,10 +43,7 @@ from weightsync.handles.lora_messages import SGLANG_VARIABLE
 from weightsync.handles.two_kinds import SGLangServerEngine
 from weightsync.verbs.serving import Service
 
-pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(not sglang_is_there, reason=NEEDS_SGLANG),
-]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(not sglang_is_there, reason=NEEDS_SGLANG)]
 SLOTS = 3
 CLOSE, FAR = 1e-4, 0.2
 """SGLang and PEFT compute the same float32 weights in other orders; of two versions some token's are further apart."""

@@ -148,11 +148,7 @@ def _start_job(start: Callable[..., Child], kind: str, urls: dict[str, str], fol
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "strategy", "loader"), list(itertools.product(KINDS, STRATEGIES, LOADERS)))
 def test_cell(
-    jobs: dict[str, dict[str, Synced] | Exception],
-    oracle: Oracle,
-    kind: str,
-    strategy: str,
-    loader: str,
+    jobs: dict[str, dict[str, Synced] | Exception], oracle: Oracle, kind: str, strategy: str, loader: str
 ) -> None:
     """What the engine holds is what the trainer has, after a step that shows."""
     done = jobs[kind]

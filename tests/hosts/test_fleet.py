@@ -33,12 +33,7 @@ def controller_main(host: str, conn: Any) -> None:
 
     _act(
         conn,
-        {
-            "url": lambda: fleet.server_url,
-            "states": fleet.states,
-            "notify": fleet.client.notify_version,
-            "wait": wait,
-        },
+        {"url": lambda: fleet.server_url, "states": fleet.states, "notify": fleet.client.notify_version, "wait": wait},
     )
 
 

@@ -42,9 +42,7 @@ def trainer_main(urls: dict[str, str], address: str, times: dict[str, float], ho
         urls,
         fsdp=False,
         strategy=BroadcastTransferStrategy(
-            master_addr=address,
-            join_timeout_s=times["join_timeout_s"],
-            transfer_timeout_s=times["transfer_timeout_s"],
+            master_addr=address, join_timeout_s=times["join_timeout_s"], transfer_timeout_s=times["transfer_timeout_s"]
         ),
         **times,
     )

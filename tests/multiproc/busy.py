@@ -41,7 +41,4 @@ def busy_cores() -> Iterator[None]:
 def _resting_and_all_s(cores: list[int]) -> tuple[float, float]:
     """What these cores have rested since the machine started, and all the time that they had."""
     times = psutil.cpu_times(percpu=True)
-    return (
-        sum(times[core].idle + times[core].iowait for core in cores),
-        sum(sum(times[core]) for core in cores),
-    )
+    return (sum(times[core].idle + times[core].iowait for core in cores), sum(sum(times[core]) for core in cores))

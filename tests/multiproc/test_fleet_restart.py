@@ -66,11 +66,7 @@ def service_main(
     """The engine's service."""
     torch.set_num_threads(1)
     config = RolloutConfig(
-        service_id=name,
-        controller=controller,
-        lease=ServingLease(lease),
-        lease_s=LOCAL_LEASE_S,
-        senders=senders,
+        service_id=name, controller=controller, lease=ServingLease(lease), lease_s=LOCAL_LEASE_S, senders=senders
     )
     service = RolloutService({"actor": HttpEngine(engine, engine_id="e")}, config)
     url = service.start()

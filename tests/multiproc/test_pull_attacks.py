@@ -170,10 +170,7 @@ def test_an_unregistered_receiver_is_not_served(published: Published) -> None:
 
 def test_nobody_calls_an_unregistered_sender(published: Published) -> None:
     nobody = Nobody()
-    with (
-        contextlib.closing(RolloutClient(published.url, token=OTHER_TOKEN)) as client,
-        contextlib.closing(nobody),
-    ):
+    with contextlib.closing(RolloutClient(published.url, token=OTHER_TOKEN)) as client, contextlib.closing(nobody):
         for endpoint in (nobody.url, f"{published.endpoint}@{nobody.host}:{nobody.port}", f"{published.endpoint}/.."):
             notice = NotifyRequest(run_id="run", model_id="m", version=99, sender_endpoint=endpoint)
             with pytest.raises((AuthError, ConfigError)):
@@ -191,10 +188,7 @@ def test_nobody_calls_an_unregistered_sender(published: Published) -> None:
     ids=["empty", "zeros", "list", "wrong type", "deep", "more", "no utf-8"],
 )
 def test_bodies_that_make_no_sense(published: Published, body: bytes) -> None:
-    for url, token, paths in (
-        (published.endpoint, TOKEN, PATHS),
-        (published.url, OTHER_TOKEN, SERVICE_PATHS),
-    ):
+    for url, token, paths in ((published.endpoint, TOKEN, PATHS), (published.url, OTHER_TOKEN, SERVICE_PATHS)):
         headers = {"Authorization": f"Bearer {token}"}
         with httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
             for method, path in paths:

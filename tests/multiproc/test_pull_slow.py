@@ -10,16 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.pull_kit import (
-    MODEL,
-    EngineActor,
-    Service,
-    Trainer,
-    is_right,
-    run_of,
-    shm_of,
-    wait_until,
-)
+from tests.multiproc.pull_kit import MODEL, EngineActor, Service, Trainer, is_right, run_of, shm_of, wait_until
 from tests.standins.processes import children
 from weightsync.errors import TransferAbortedError
 from weightsync.host.puller import Puller

@@ -29,8 +29,7 @@ def train_and_push(rank: int, world_size: int, placement: str, urls: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("placement", "ranks"),
-    [("shard0", 2), ("shard0", 3), ("shard1", 2), ("shard1", 3), ("hsdp", 4), ("hsdp", 2)],
+    ("placement", "ranks"), [("shard0", 2), ("shard0", 3), ("shard1", 2), ("shard1", 3), ("hsdp", 4), ("hsdp", 2)]
 )
 def test_engines_hold_the_trainers_bytes(placement: str, ranks: int) -> None:
     """Engines of world size 1 and 2 at once; every worker's live bytes are the trainer's cast bytes.

@@ -14,14 +14,7 @@ import torch
 from torch import nn
 
 from tests.multiproc.spine import TOKEN, Engine, build, client_of, make_worker
-from tests.multiproc.test_push_faults import (
-    AT_ONCE_S,
-    PATIENT,
-    Trainer,
-    _wait_until_stopped,
-    check_serving,
-    setup,
-)
+from tests.multiproc.test_push_faults import AT_ONCE_S, PATIENT, Trainer, _wait_until_stopped, check_serving, setup
 from tests.standins.processes import children
 from weightsync import EmbeddedEngine, ModuleWeightLoader, PushSync
 from weightsync.engine.processes import ProcessWorker

@@ -298,12 +298,7 @@ def train_and_push(
     trainer = build_trainer(kind, rank, world_size, **options)
     client = EngineFanout([HttpEngine(url, engine_id="engine", token=TOKEN)]) if rank == 0 else None
     push = PushSync(
-        trainer.extractor,
-        client,
-        dtype="bfloat16",
-        transfer_timeout_s=30.0,
-        join_timeout_s=10.0,
-        pause_timeout_s=5.0,
+        trainer.extractor, client, dtype="bfloat16", transfer_timeout_s=30.0, join_timeout_s=10.0, pause_timeout_s=5.0
     )
     push.initialize()
     reports, expected = [], []

@@ -24,13 +24,7 @@ from weightsync.agent.prover import Prover
 from weightsync.agent.receivers import ReceiverBook
 from weightsync.agent.relay import PATH, REPORT_BYTES, Relaying
 from weightsync.clients.agent import MAX_PUBLICATION_BYTES
-from weightsync.errors import (
-    InvalidRequestError,
-    NotRegisteredError,
-    StateError,
-    TransferAbortedError,
-    WeightSyncError,
-)
+from weightsync.errors import InvalidRequestError, NotRegisteredError, StateError, TransferAbortedError, WeightSyncError
 from weightsync.memory import host_nonce, reclaim_dead
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import Api, ServerSettings, ServerThread, TlsFiles, json_of

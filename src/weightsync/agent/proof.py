@@ -44,10 +44,7 @@ def prove(publication: Publication, source: int, *, check_cancelled: Callable[[]
             blocks = [where.block(index) for index in range(where.num_blocks)[start : start + at_once]]
             checksums += map_all(one, blocks)
     return SourceProof(
-        block_checksums="".join(checksums),
-        part_digests=digests,
-        lane_a=total.lane_a,
-        lane_b=total.lane_b,
+        block_checksums="".join(checksums), part_digests=digests, lane_a=total.lane_a, lane_b=total.lane_b
     )
 
 

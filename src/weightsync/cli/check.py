@@ -184,15 +184,7 @@ def _ask(
     """
     from weightsync.transfer.base import init_requests
     from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
-    from weightsync.types import (
-        AbortRequest,
-        BeginRequest,
-        DescribeRequest,
-        EngineOp,
-        Manifest,
-        TensorTable,
-        Version,
-    )
+    from weightsync.types import AbortRequest, BeginRequest, DescribeRequest, EngineOp, Manifest, TensorTable, Version
     from weightsync.types.engine import CHECK_RUN
     from weightsync.update.artifacts import check_takes
 

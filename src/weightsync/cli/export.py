@@ -50,9 +50,7 @@ def export(
         print(f"{out}: {pulled.version}, {pulled.manifest.total_bytes / 1e6:.1f} MB in {len(names)} safetensors files")
 
 
-def keygen(
-    name: Annotated[Path, typer.Argument(help="The files are NAME.secret and NAME.public.")],
-) -> None:
+def keygen(name: Annotated[Path, typer.Argument(help="The files are NAME.secret and NAME.public.")]) -> None:
     """Makes a pair of ed25519 keys: a trainer signs with NAME.secret, hosts take what NAME.public proves.
 
     Give the secret one to the trainer alone (publish.sign_key), the public one to each host (serve.trust_key). Then

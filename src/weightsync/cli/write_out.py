@@ -24,13 +24,7 @@ import torch
 
 from weightsync.codec.digest import digest_of
 from weightsync.codec.tensor_digest import tensor_digests
-from weightsync.errors import (
-    ConfigError,
-    DigestMismatchError,
-    InvalidRequestError,
-    SharedMemoryError,
-    StorageError,
-)
+from weightsync.errors import ConfigError, DigestMismatchError, InvalidRequestError, SharedMemoryError, StorageError
 from weightsync.host.staged_version import StagedVersion
 from weightsync.memory.folder import open_own
 from weightsync.memory.owned import is_own, open_folder

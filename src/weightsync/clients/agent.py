@@ -9,12 +9,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from weightsync.errors import (
-    EngineError,
-    InvalidRequestError,
-    NotPublishedError,
-    WeightSyncError,
-)
+from weightsync.errors import EngineError, InvalidRequestError, NotPublishedError, WeightSyncError
 from weightsync.net.client import JsonClient
 from weightsync.types import Deadline, Version
 from weightsync.types.layout import GrantMessage, KnownLayouts

@@ -19,12 +19,7 @@ from typing import Any, TypeVar
 from weightsync.cluster.engine_actor import RayEngine
 from weightsync.cluster.ranks import RayRank, ask_all, settle_owed
 from weightsync.config import WeightSyncConfig
-from weightsync.errors import (
-    InvalidRequestError,
-    SyncInProgressError,
-    TrainerRankError,
-    WeightSyncError,
-)
+from weightsync.errors import InvalidRequestError, SyncInProgressError, TrainerRankError, WeightSyncError
 from weightsync.handles.fanout import EngineFanout
 from weightsync.types import Deadline, EngineReply, SyncReport
 from weightsync.types.deadline import check_wait_s

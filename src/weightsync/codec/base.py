@@ -6,15 +6,7 @@ import abc
 from collections.abc import Iterable, Iterator, Mapping
 
 from weightsync.errors import ManifestMismatchError
-from weightsync.types import (
-    AnyUpdateRequest,
-    EngineReply,
-    Manifest,
-    PatchBase,
-    TensorTable,
-    Update,
-    WeightChunk,
-)
+from weightsync.types import AnyUpdateRequest, EngineReply, Manifest, PatchBase, TensorTable, Update, WeightChunk
 
 
 class Encoder(abc.ABC):

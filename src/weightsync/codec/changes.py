@@ -65,11 +65,7 @@ class ChangesCodec(Codec):
     passes_through = False
 
     def __init__(
-        self,
-        *,
-        largest: float = 0.5,
-        full_sync_interval: int = 0,
-        keep_on: Literal["cpu", "device"] = "cpu",
+        self, *, largest: float = 0.5, full_sync_interval: int = 0, keep_on: Literal["cpu", "device"] = "cpu"
     ) -> None:
         if isinstance(largest, bool) or not isinstance(largest, int | float) or not 0 < largest <= 1:
             raise ConfigError(f"largest is a share of the model's bytes, above 0 and at most 1, not {largest!r}")

@@ -24,10 +24,7 @@ from weightsync.threads import map_all
 if TYPE_CHECKING:
     from weightsync.codec.delta_planes import Found, Payload, Scratch
 
-Search = Callable[
-    [npt.NDArray[np.uint8], npt.NDArray[np.uint8], Unit, int, npt.NDArray[np.uint8]],
-    "Found | None",
-]
+Search = Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Unit, int, npt.NDArray[np.uint8]], "Found | None"]
 """What finds changes: (old, new, unit, room, scratch) -> them, or None where there are more than `room`.
 By default `delta_planes.find_changes`; beside a GPU `device_search.DeviceSearch`."""
 
@@ -168,11 +165,7 @@ def _encode_full(new: npt.NDArray[np.uint8], unit: Unit, costs: CostModel) -> Pa
 
 
 def _check_request(
-    old: npt.NDArray[np.uint8],
-    new: npt.NDArray[np.uint8],
-    units: Sequence[Unit],
-    base: bytes,
-    result: bytes | None,
+    old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8], units: Sequence[Unit], base: bytes, result: bytes | None
 ) -> None:
     for data in (old, new):
         if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous or len(data) != len(old):

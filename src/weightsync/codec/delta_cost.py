@@ -76,11 +76,7 @@ class CostModel:
     """
 
     def __init__(
-        self,
-        *,
-        link_bytes_per_s: float | None = None,
-        num_cores: int | None = None,
-        fixed: bool = False,
+        self, *, link_bytes_per_s: float | None = None, num_cores: int | None = None, fixed: bool = False
     ) -> None:
         if any(rate is not None and not (0 < rate < math.inf) for rate in (link_bytes_per_s, num_cores)):
             raise InvalidRequestError("a cost model's rates lie above 0")

@@ -96,11 +96,7 @@ def block_lanes(data: Bytes, spec: TensorSpec, block: Box) -> tuple[int, int]:
 
 
 def sum_of_runs(
-    addresses: Int64s,
-    sizes: Int64s,
-    places: Int64s,
-    keys_1: npt.NDArray[np.uint64],
-    keys_2: npt.NDArray[np.uint64],
+    addresses: Int64s, sizes: Int64s, places: Int64s, keys_1: npt.NDArray[np.uint64], keys_2: npt.NDArray[np.uint64]
 ) -> ShardSum:
     """What runs of bytes add to the model's digest, on all cores.
 

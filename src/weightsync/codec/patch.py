@@ -14,15 +14,7 @@ import torch
 
 from weightsync.codec.base import Decoder
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
-from weightsync.types import (
-    AnyUpdateRequest,
-    Full,
-    Manifest,
-    Patch,
-    PatchWeightUpdateRequest,
-    TensorTable,
-    Update,
-)
+from weightsync.types import AnyUpdateRequest, Full, Manifest, Patch, PatchWeightUpdateRequest, TensorTable, Update
 from weightsync.types.requests import MAX_PATCHED_ELEMENTS
 
 POSITIONS, VALUES = "#positions", "#values"

@@ -84,11 +84,7 @@ def build_controller(
         method = method_of(settings, models, token=service_token or token, verify=verify)
         orders = tuple(method.orders.values())
     controller = WeightSyncController(
-        settings,
-        method,
-        model_tags=models,
-        on_validate=on_validate,
-        on_give_up=on_give_up,
+        settings, method, model_tags=models, on_validate=on_validate, on_give_up=on_give_up
     )
     server = ControllerServer(controller, host=fleet.host, port=fleet.port, token=token, tls=tls)
     return Built(controller=controller, server=server, url=server.start(), orders=orders)

@@ -32,15 +32,7 @@ from weightsync.control.events import (
 from weightsync.control.history import SyncHistory
 from weightsync.control.locks import Lockable, ModuleLocks
 from weightsync.control.method import SyncMethod
-from weightsync.control.state import (
-    ModelState,
-    Policy,
-    dataloader_locked,
-    held_up,
-    pool_locked,
-    services_blocked,
-    step,
-)
+from weightsync.control.state import ModelState, Policy, dataloader_locked, held_up, pool_locked, services_blocked, step
 from weightsync.control.step_watch import Awaited, StepWatch
 from weightsync.control.sync_log import SyncLog
 from weightsync.errors import NotPublishedError, StateError, SyncFailedError, VersionError, as_weightsync_error

@@ -51,11 +51,7 @@ class RolloutPool:
     """
 
     def __init__(
-        self,
-        *,
-        lease_s: float = 10.0,
-        models: Sequence[str] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, lease_s: float = 10.0, models: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         if not 0.1 <= lease_s <= 3600:
             raise ConfigError(f"lease_s is between 0.1 and 3600 seconds, not {lease_s}")

@@ -5,13 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 
-from weightsync.errors import (
-    DeadlineExceededError,
-    StateError,
-    SyncInProgressError,
-    TransferAbortedError,
-    VersionError,
-)
+from weightsync.errors import DeadlineExceededError, StateError, SyncInProgressError, TransferAbortedError, VersionError
 from weightsync.types import Deadline, SyncReport
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.push_orders import PushOrder

@@ -288,9 +288,7 @@ def _advanced(state: ModelState, version: int) -> ModelState:
     """Steps have ended, up to the one that gave `version`."""
     num_ended = max(0, version - max(state.train_version, state.counts_from))
     return dataclasses.replace(
-        state,
-        train_version=max(version, state.train_version),
-        num_pending=max(0, state.num_pending - num_ended),
+        state, train_version=max(version, state.train_version), num_pending=max(0, state.num_pending - num_ended)
     )
 
 

@@ -141,8 +141,7 @@ def check_immutable(served: Served | None, manifest: Manifest) -> None:
     """Raises VersionError where that version is served with other bytes."""
     if served and served.version == manifest.version and served.digest != manifest.model_digest:
         raise VersionError(
-            "this version is served already with other bytes: a version is immutable",
-            version=str(manifest.version),
+            "this version is served already with other bytes: a version is immutable", version=str(manifest.version)
         )
 
 

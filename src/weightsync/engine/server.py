@@ -10,13 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weightsync.errors import InvalidRequestError
-from weightsync.handles.compact import (
-    COMPACT_HEADER,
-    COMPACT_TYPES,
-    KnownLayouts,
-    expanded,
-    layout_named_in,
-)
+from weightsync.handles.compact import COMPACT_HEADER, COMPACT_TYPES, KnownLayouts, expanded, layout_named_in
 from weightsync.handles.http import ENGINE_API, TIMEOUT_HEADER
 from weightsync.net.guard import LIST_BODY_BYTES, MANIFEST_BODY_BYTES
 from weightsync.net.messages import decode, encode

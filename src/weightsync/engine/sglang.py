@@ -28,14 +28,7 @@ from weightsync.load.sglang import SGLangWeightLoader
 from weightsync.load.sglang import load_weights as load_checked
 from weightsync.memory.private_folder import check_private
 from weightsync.net.messages import decode, encode
-from weightsync.types import (
-    AbortRequest,
-    BeginRequest,
-    CommitRequest,
-    InitRequest,
-    StageRequest,
-    UpdateRequest,
-)
+from weightsync.types import AbortRequest, BeginRequest, CommitRequest, InitRequest, StageRequest, UpdateRequest
 from weightsync.types.engine import REQUEST_TYPES
 
 _workers: weakref.WeakKeyDictionary[nn.Module, EngineWorker] = weakref.WeakKeyDictionary()

@@ -13,12 +13,7 @@ import os
 import stat
 from collections.abc import Iterable
 
-from weightsync.errors import (
-    ManifestMismatchError,
-    NoRoomError,
-    SharedMemoryError,
-    UnsupportedError,
-)
+from weightsync.errors import ManifestMismatchError, NoRoomError, SharedMemoryError, UnsupportedError
 from weightsync.handles.lora_messages import CONFIG_FILE, MANIFEST_FILE, TENSORS_FILE
 from weightsync.memory import MappedSegment, PrivateFolder, host_nonce
 from weightsync.net.messages import encode

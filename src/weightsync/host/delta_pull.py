@@ -162,10 +162,7 @@ def lay_out_patch(
 
 
 def _fill(
-    segment: Segment,
-    tensors: Sequence[PatchedTensor],
-    wanted: Sequence[tuple[Changed, _Places]],
-    target: Target,
+    segment: Segment, tensors: Sequence[PatchedTensor], wanted: Sequence[tuple[Changed, _Places]], target: Target
 ) -> None:
     """Writes positions and values to where `tensors` says."""
     for tensor, (piece, places) in zip(tensors, wanted, strict=True):

@@ -135,10 +135,7 @@ def _equal(piece: LivePiece, whole: torch.Tensor) -> bool:
 
 def places(model: nn.Module) -> dict[str, object]:
     """Where every live tensor is, under each of its names."""
-    named = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: (id(tensor), place(tensor)) for name, tensor in named}
 
 

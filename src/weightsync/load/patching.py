@@ -20,12 +20,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.addresses import loops
-from weightsync.errors import (
-    InvalidRequestError,
-    LoadError,
-    ManifestMismatchError,
-    UnsupportedError,
-)
+from weightsync.errors import InvalidRequestError, LoadError, ManifestMismatchError, UnsupportedError
 from weightsync.load.live_plan import place
 from weightsync.load.spans import overlaps_itself
 from weightsync.tensors import byte_array, spec_of

@@ -15,13 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from weightsync.errors import (
-    LoadError,
-    ManifestMismatchError,
-    UnsupportedError,
-    WeightSyncError,
-    as_weightsync_error,
-)
+from weightsync.errors import LoadError, ManifestMismatchError, UnsupportedError, WeightSyncError, as_weightsync_error
 from weightsync.load.live_plan import LivePiece, LivePlan, held, places
 from weightsync.load.planned import PlannedLoader
 from weightsync.load.vllm_trust import doubts

@@ -17,12 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from weightsync.errors import (
-    LoadError,
-    StateError,
-    UnsupportedError,
-    as_weightsync_error,
-)
+from weightsync.errors import LoadError, StateError, UnsupportedError, as_weightsync_error
 from weightsync.handles.vllm_messages import UNPROVABLE
 from weightsync.load.planned import PlannedLoader
 from weightsync.load.vllm_checkpoint import CheckpointTensors

@@ -17,14 +17,7 @@ from typing import IO
 
 import msgspec
 
-from weightsync.errors import (
-    BusyError,
-    RunClaimedError,
-    StateError,
-    VersionError,
-    WeightSyncError,
-    as_weightsync_error,
-)
+from weightsync.errors import BusyError, RunClaimedError, StateError, VersionError, WeightSyncError, as_weightsync_error
 from weightsync.objects.opened import open_store
 from weightsync.objects.signing import Signer
 from weightsync.sink.claim import ClaimKeeper

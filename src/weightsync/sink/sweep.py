@@ -20,13 +20,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from weightsync.clients.chain import Chain
-from weightsync.errors import (
-    ObjectMissingError,
-    SignatureError,
-    StoreAuthError,
-    StoreDamagedError,
-    WeightSyncError,
-)
+from weightsync.errors import ObjectMissingError, SignatureError, StoreAuthError, StoreDamagedError, WeightSyncError
 from weightsync.handles.fanout import call_all
 from weightsync.objects.base import Found, ObjectStore
 from weightsync.objects.signing import NO_RECORD, record_in

@@ -133,11 +133,7 @@ class PushSync:
             )
         self._strategy_name = strategy.name
         self._engines = JoinedEngines(
-            _as_client(client),
-            strategy,
-            model_id=model_id,
-            join_timeout_s=join_timeout_s,
-            recorder=self.recorder,
+            _as_client(client), strategy, model_id=model_id, join_timeout_s=join_timeout_s, recorder=self.recorder
         )
         self._parts = SyncParts(
             extractor=extractor,

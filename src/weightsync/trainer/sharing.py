@@ -7,12 +7,7 @@ from typing import Any
 
 import msgspec
 
-from weightsync.errors import (
-    SharedMemoryError,
-    TransferAbortedError,
-    WeightSyncError,
-    as_weightsync_error,
-)
+from weightsync.errors import SharedMemoryError, TransferAbortedError, WeightSyncError, as_weightsync_error
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.transfer.base import ChunkSharer, SharedChunk
 from weightsync.types import MemoryHandle, WeightChunk

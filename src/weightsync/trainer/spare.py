@@ -31,11 +31,7 @@ class SpareSegment:
     """
 
     def __init__(
-        self,
-        size_bytes: int,
-        *,
-        still_needed: Callable[[], bool],
-        let_go: Callable[[memoryview], None] | None,
+        self, size_bytes: int, *, still_needed: Callable[[], bool], let_go: Callable[[memoryview], None] | None
     ) -> None:
         self._size_bytes = size_bytes
         self._still_needed = still_needed

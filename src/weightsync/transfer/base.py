@@ -110,12 +110,7 @@ class WeightTransferSender(abc.ABC):
 
     @abc.abstractmethod
     def send_chunks(
-        self,
-        chunks: Iterable[WeightChunk],
-        client: InferenceEngineClient,
-        *,
-        session: str,
-        deadline: Deadline,
+        self, chunks: Iterable[WeightChunk], client: InferenceEngineClient, *, session: str, deadline: Deadline
     ) -> int:
         """For each chunk announces the request, then moves the bytes, and watches both.
 

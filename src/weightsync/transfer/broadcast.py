@@ -22,20 +22,11 @@ from typing import Any, Literal
 import torch
 
 from weightsync.copying import pack
-from weightsync.errors import (
-    DeadlineExceededError,
-    GroupJoinError,
-    InvalidRequestError,
-    SyncFailedError,
-)
+from weightsync.errors import DeadlineExceededError, GroupJoinError, InvalidRequestError, SyncFailedError
 from weightsync.observe import now_s
 from weightsync.plan.buckets import BucketLayout, plan_bucket
 from weightsync.tensors import PackedUpdates
-from weightsync.transfer.base import (
-    RecordPhase,
-    WeightTransferReceiver,
-    WeightTransferStrategy,
-)
+from weightsync.transfer.base import RecordPhase, WeightTransferReceiver, WeightTransferStrategy
 from weightsync.transfer.group import TransferGroup, join_group, open_store
 from weightsync.transfer.window import WindowedSender
 from weightsync.types import (
@@ -207,8 +198,7 @@ class BroadcastTransferReceiver(WeightTransferReceiver):
         """See the base class. The updates are views of one of two receive buckets."""
         if not isinstance(request, BroadcastWeightUpdateRequest):
             raise InvalidRequestError(
-                f"a broadcast receiver was sent a {type(request).__name__}",
-                state_left="nothing was received",
+                f"a broadcast receiver was sent a {type(request).__name__}", state_left="nothing was received"
             )
         index = request.seq % NUM_BUCKETS
         if not self._free[index].wait(deadline.check("free receive bucket")):

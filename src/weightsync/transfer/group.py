@@ -314,12 +314,7 @@ def _name_of(info: TorchDistributedWeightSyncInitInfo) -> str:
 
 
 def _broadcast(
-    group: Any,
-    buffer: torch.Tensor,
-    deadline: Deadline,
-    rank: int,
-    backend: str,
-    closed: threading.Event,
+    group: Any, buffer: torch.Tensor, deadline: Deadline, rank: int, backend: str, closed: threading.Event
 ) -> None:
     """In the group's thread: one broadcast, whole or a typed error."""
     options = dist.BroadcastOptions()

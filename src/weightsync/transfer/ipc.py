@@ -23,20 +23,10 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from weightsync.errors import (
-    GroupJoinError,
-    InvalidRequestError,
-    UnsupportedError,
-)
+from weightsync.errors import GroupJoinError, InvalidRequestError, UnsupportedError
 from weightsync.plan.buckets import plan_bucket
 from weightsync.tensors import byte_view
-from weightsync.transfer.base import (
-    ChunkSharer,
-    RecordPhase,
-    SharedChunk,
-    WeightTransferStrategy,
-    memory_of,
-)
+from weightsync.transfer.base import ChunkSharer, RecordPhase, SharedChunk, WeightTransferStrategy, memory_of
 from weightsync.transfer.ipc_copy import Copier
 from weightsync.transfer.ipc_cuda import CudaLender
 from weightsync.transfer.ipc_handles import MemoryLender, ShmLender

@@ -37,11 +37,7 @@ class IpcTransferReceiver(WeightTransferReceiver):
     """
 
     def __init__(
-        self,
-        request_type: type[WeightUpdateRequest],
-        reach: Sequence[MemoryBorrower],
-        *,
-        keep_mapped: bool = True,
+        self, request_type: type[WeightUpdateRequest], reach: Sequence[MemoryBorrower], *, keep_mapped: bool = True
     ) -> None:
         self._request_type = request_type
         self._keep_mapped = keep_mapped

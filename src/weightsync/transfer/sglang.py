@@ -13,11 +13,7 @@ from typing import Any
 from weightsync.errors import UnsupportedError
 from weightsync.plan.buckets import plan_dense_bucket
 from weightsync.transfer.base import RecordPhase
-from weightsync.transfer.broadcast import (
-    BroadcastTransferReceiver,
-    BroadcastTransferSender,
-    BroadcastTransferStrategy,
-)
+from weightsync.transfer.broadcast import BroadcastTransferReceiver, BroadcastTransferSender, BroadcastTransferStrategy
 from weightsync.transfer.group import join_torch_group
 from weightsync.types import (
     Deadline,

@@ -148,13 +148,7 @@ class TcpSource:
             run.put_back(asked)
 
     def _receive(
-        self,
-        connection: socket.socket,
-        block: int,
-        run: Work,
-        into: Destination,
-        arrived: Arrived,
-        deadline: Deadline,
+        self, connection: socket.socket, block: int, run: Work, into: Destination, arrived: Arrived, deadline: Deadline
     ) -> None:
         try:
             answer = parse_answer(_exactly(connection, ANSWER.size))

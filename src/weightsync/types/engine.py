@@ -24,12 +24,7 @@ from typing import Protocol, runtime_checkable
 from weightsync.errors import InvalidRequestError, WeightSyncError
 from weightsync.types.canary import CanaryReading
 from weightsync.types.deadline import check_wait_s
-from weightsync.types.init_info import (
-    MAX_WORLD_SIZE,
-    AnyInitInfo,
-    TorchDistributedWeightSyncInitInfo,
-    check_world_size,
-)
+from weightsync.types.init_info import MAX_WORLD_SIZE, AnyInitInfo, TorchDistributedWeightSyncInitInfo, check_world_size
 from weightsync.types.live_layer import LiveLayer
 from weightsync.types.manifest import ArtifactKind, Manifest, Version, check_model_digest
 from weightsync.types.message import Message, learn

@@ -379,11 +379,7 @@ class Publisher(Closing):
 
 
 def _as_offloaded(
-    weights: TrainerWeights,
-    config: WeightSyncConfig,
-    *,
-    name_map: Callable[[str], str | None] | None,
-    bridge: Any,
+    weights: TrainerWeights, config: WeightSyncConfig, *, name_map: Callable[[str], str | None] | None, bridge: Any
 ) -> Weights:
     """What `offload` is given: the module or mapping itself, which it reads fastest, where no extractor says more."""
     extractor = extractor_from(weights, config, name_map=name_map, bridge=bridge)

@@ -155,11 +155,7 @@ class Service(Closing):
     """What `serve` gives: it follows until `close`. Thread-safe. A context manager."""
 
     def __init__(
-        self,
-        service: RolloutService,
-        engines: Mapping[str, Sequence[EngineHandle]],
-        *,
-        opened: contextlib.ExitStack,
+        self, service: RolloutService, engines: Mapping[str, Sequence[EngineHandle]], *, opened: contextlib.ExitStack
     ) -> None:
         self._service = service
         self._engines = engines

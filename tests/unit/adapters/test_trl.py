@@ -219,8 +219,7 @@ def test_an_engine_that_is_gone_fails_a_push() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
-    [({"to": "http://a", "engines": "http://b"}, "one of the two"), ({"wait_s": -1.0}, "wait_s")],
+    ("given", "match"), [({"to": "http://a", "engines": "http://b"}, "one of the two"), ({"wait_s": -1.0}, "wait_s")]
 )
 def test_settings_that_make_no_sense_are_refused(given: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):

@@ -9,15 +9,7 @@ import pytest
 
 from weightsync.agent import relay_board
 from weightsync.agent.relay_board import RelayBoard
-from weightsync.types.relay_messages import (
-    MAX_PEERS,
-    Holding,
-    RelayAnswer,
-    RelayFace,
-    RelayReport,
-    have_bytes,
-    have_of,
-)
+from weightsync.types.relay_messages import MAX_PEERS, Holding, RelayAnswer, RelayFace, RelayReport, have_bytes, have_of
 
 CONTENT = "ab" * 16
 NUM = 40

@@ -110,9 +110,7 @@ def actors() -> Iterator[Callable[[], EngineActor]]:
         each.close()
 
 
-def test_an_engine_listens_when_it_is_asked_where_with_a_token_of_its_own(
-    actors: Callable[[], EngineActor],
-) -> None:
+def test_an_engine_listens_when_it_is_asked_where_with_a_token_of_its_own(actors: Callable[[], EngineActor]) -> None:
     one, other = (value_of(actors().listen(True), Address, peer="e", what="listen") for _ in range(2))
     assert one.token != other.token
     assert one.url.startswith("http://127.0.0.1:")

@@ -42,10 +42,7 @@ def every_form() -> tuple[Bytes, tuple[Unit, ...], dict[str, bytes]]:
     new = np.concatenate([after for _, after in pieces])
     new.view(np.uint16)[299] ^= 0x4001
     units = plan_units([(0, 600, "bfloat16"), (600, 160, "int32"), (760, 240, "float32")])
-    blobs = {
-        "planes": blob_of(old, new, units, slow_link()),
-        "full": blob_of(old, new, units, fast_link()),
-    }
+    blobs = {"planes": blob_of(old, new, units, slow_link()), "full": blob_of(old, new, units, fast_link())}
     return old, units, blobs
 
 

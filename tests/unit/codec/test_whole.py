@@ -20,9 +20,7 @@ from weightsync.types import HeldTensor, TensorSpec, TensorTable
 from weightsync.types.dtypes import ITEMSIZE_BYTES
 
 KINDS = st.tuples(
-    st.sampled_from(sorted(ITEMSIZE_BYTES)),
-    st.lists(st.integers(0, 5), max_size=3).map(tuple),
-    st.booleans(),
+    st.sampled_from(sorted(ITEMSIZE_BYTES)), st.lists(st.integers(0, 5), max_size=3).map(tuple), st.booleans()
 )
 
 

@@ -13,9 +13,7 @@ from starlette.responses import Response
 
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
-from weightsync.errors import (
-    WeightSyncError,
-)
+from weightsync.errors import WeightSyncError
 from weightsync.handles.fanout import in_thread
 from weightsync.net.messages import decode, encode
 from weightsync.net.server import Api, ServerThread

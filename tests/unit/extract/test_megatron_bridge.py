@@ -135,8 +135,7 @@ def _changed(change: str) -> Export:
 
 
 @pytest.mark.parametrize(
-    ("change", "parameter"),
-    [("shape", "q"), ("dtype", "q"), ("less", "head"), ("more", "extra"), ("order", "rope")],
+    ("change", "parameter"), [("shape", "q"), ("dtype", "q"), ("less", "head"), ("more", "extra"), ("order", "rope")]
 )
 @pytest.mark.parametrize("dropped", ["", "head"])
 def test_an_export_that_has_changed_is_refused(change: str, parameter: str, dropped: str) -> None:

@@ -31,11 +31,7 @@ def test_every_way_to_share_is_seen() -> None:
 
 @pytest.mark.parametrize(
     ("sent", "remedy"),
-    [
-        ("module.model.{}", "name.removeprefix('module.')"),
-        ("{}", "'model.' + name"),
-        ("actor.{}", None),
-    ],
+    [("module.model.{}", "name.removeprefix('module.')"), ("{}", "'model.' + name"), ("actor.{}", None)],
 )
 def test_a_prefix_is_told_once_with_its_remedy(sent: str, remedy: str | None) -> None:
     """Seen red: ten lines that were alike."""

@@ -10,8 +10,7 @@ from weightsync.memory import folder
 
 
 @pytest.mark.parametrize(
-    ("options", "huge"),
-    [("rw,huge=advise", "advise"), ("rw,huge=always,inode64", "always"), ("rw", "never")],
+    ("options", "huge"), [("rw,huge=advise", "advise"), ("rw,huge=always,inode64", "always"), ("rw", "never")]
 )
 def test_the_last_mount_says_who_has_huge_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, huge: str

@@ -12,13 +12,7 @@ from torch import nn
 
 from tests.standins.processes import children, free_port, in_gloo_world, run_ranks
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import (
-    ExtractError,
-    LoadError,
-    SyncFailedError,
-    VersionError,
-    WeightSyncError,
-)
+from weightsync.errors import ExtractError, LoadError, SyncFailedError, VersionError, WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.handles.fanout import EngineFanout
 from weightsync.load.module import ModuleWeightLoader

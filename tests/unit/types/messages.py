@@ -52,10 +52,7 @@ def specs(draw: Any) -> TensorSpec:
     box = None
     if draw(st.booleans()):
         offset = tuple(draw(st.integers(0, extent)) for extent in shape)
-        box = Box(
-            offset=offset,
-            shape=tuple(draw(st.integers(0, e - o)) for e, o in zip(shape, offset, strict=True)),
-        )
+        box = Box(offset=offset, shape=tuple(draw(st.integers(0, e - o)) for e, o in zip(shape, offset, strict=True)))
     return TensorSpec(
         name=draw(text),
         dtype=draw(dtypes),

@@ -160,10 +160,7 @@ def test_any_name_that_is_taken_is_one_plain_path_component(name: str) -> None:
     assert name not in ("", ".", "..")
 
 
-@pytest.mark.parametrize(
-    ("offset", "size"),
-    [(-1, 4), (0, -4), (0, MAX_NBYTES + 1), (1 << 62, 4)],
-)
+@pytest.mark.parametrize(("offset", "size"), [(-1, 4), (0, -4), (0, MAX_NBYTES + 1), (1 << 62, 4)])
 def test_a_handle_of_memory_that_cant_be(offset: int, size: int) -> None:
     with pytest.raises(InvalidRequestError):
         SharedMemoryHandle(host_nonce="n", name="a", offset_bytes=offset, size_bytes=size)

@@ -278,8 +278,7 @@ class WeightExtractor:
             specs = self._raw_specs[2]
         empty = (
             types.WeightChunk(
-                names=(spec.name,),
-                tensors=(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta"),),
+                names=(spec.name,), tensors=(torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta"),)
             )
             for spec in specs
         )

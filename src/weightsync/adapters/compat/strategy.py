@@ -26,12 +26,7 @@ from weightsync.errors import ConfigError
 from weightsync.transfer import base
 from weightsync.transfer.group import OpenStore, open_store
 from weightsync.transfer.registry import strategy_for
-from weightsync.types import (
-    EmptyWeightSyncInitInfo,
-    InferenceEngineClient,
-    WeightSyncInitInfo,
-    WeightUpdateRequest,
-)
+from weightsync.types import EmptyWeightSyncInitInfo, InferenceEngineClient, WeightSyncInitInfo, WeightUpdateRequest
 
 _DESCRIBE_S = 10.0
 

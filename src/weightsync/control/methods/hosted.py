@@ -134,9 +134,7 @@ class HostedMethod(SyncMethod, Generic[_H]):
             return call.result(deadline.check(what, peer=self.service))
         except TimeoutError as error:  # ours, or the client's own
             raise DeadlineExceededError(
-                f"no {what} within {deadline.said}",
-                peer=self.service,
-                state_left="the old version is sampled",
+                f"no {what} within {deadline.said}", peer=self.service, state_left="the old version is sampled"
             ) from error
 
     def _checked(self, served: object, version: Version) -> int:

@@ -202,9 +202,7 @@ class TinkerMethod(HostedMethod[TinkerServiceHolder]):
                     save.path, save.failure = None, error
             raise
         client = self._within(
-            deadline,
-            "sampling client",
-            lambda: holder.create_sampling_client(path).result(deadline.remaining_s),
+            deadline, "sampling client", lambda: holder.create_sampling_client(path).result(deadline.remaining_s)
         )
         left = deadline.check("answer of the new sampler", peer=self.service)
         found = self._within(deadline, "answer of the new sampler", lambda: holder.served_path(client, timeout_s=left))

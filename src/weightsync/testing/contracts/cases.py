@@ -8,11 +8,7 @@ from typing import Any
 import torch
 
 from weightsync.tensors import byte_array, spec_of
-from weightsync.types import (
-    BroadcastWeightUpdateRequest,
-    Manifest,
-    Version,
-)
+from weightsync.types import BroadcastWeightUpdateRequest, Manifest, Version
 
 LONG_S = 10.0
 """A deadline that no healthy implementation meets."""

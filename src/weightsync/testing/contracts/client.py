@@ -9,13 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from weightsync.errors import (
-    DeadlineExceededError,
-    LoadError,
-    NoEnginesError,
-    SyncFailedError,
-    WeightSyncError,
-)
+from weightsync.errors import DeadlineExceededError, LoadError, NoEnginesError, SyncFailedError, WeightSyncError
 from weightsync.handles.fanout import in_thread
 from weightsync.testing.contracts.cases import LONG_S, SESSION, an_update
 from weightsync.types import (

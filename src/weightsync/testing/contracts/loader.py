@@ -9,22 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from weightsync.errors import (
-    LoadError,
-    ManifestMismatchError,
-    StateError,
-    UnsupportedError,
-)
+from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
 from weightsync.load.base import WeightLoader
 from weightsync.testing.contracts.cases import bytes_of, manifest_of
 from weightsync.testing.contracts.loader_patches import LoaderPatchCases
-from weightsync.types import (
-    Box,
-    Full,
-    Patch,
-    TensorSpec,
-    Version,
-)
+from weightsync.types import Box, Full, Patch, TensorSpec, Version
 
 
 class WeightLoaderContract(LoaderPatchCases):

@@ -27,20 +27,9 @@ from tests.unit.control.fleet_instances import (
 )
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
-from weightsync.errors import (
-    ConfigError,
-    InvalidRequestError,
-    NoEnginesError,
-    SyncFailedError,
-    VersionError,
-)
+from weightsync.errors import ConfigError, InvalidRequestError, NoEnginesError, SyncFailedError, VersionError
 from weightsync.handles.fanout import in_thread
-from weightsync.types.fleet import (
-    NOT_STARTED,
-    HeartbeatRequest,
-    ModelVersion,
-    PrepareReply,
-)
+from weightsync.types.fleet import NOT_STARTED, HeartbeatRequest, ModelVersion, PrepareReply
 from weightsync.types.service import ServiceStatus
 
 

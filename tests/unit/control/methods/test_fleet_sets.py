@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from tests.unit.control.fleet_instances import (
-    LEASE_S,
-    LONG_S,
-    PAIR,
-    SENDER,
-    World,
-    bring,
-    raises,
-    status_500,
-    until,
-    v,
-)
+from tests.unit.control.fleet_instances import LEASE_S, LONG_S, PAIR, SENDER, World, bring, raises, status_500, until, v
 from weightsync.control.pool import RolloutPool
 from weightsync.errors import (
     DeadlineExceededError,
@@ -32,11 +21,7 @@ from weightsync.errors import (
     TransferAbortedError,
 )
 from weightsync.handles.fanout import in_thread
-from weightsync.types.fleet import (
-    HeartbeatRequest,
-    ModelVersion,
-    PrepareRequest,
-)
+from weightsync.types.fleet import HeartbeatRequest, ModelVersion, PrepareRequest
 
 
 @pytest.fixture

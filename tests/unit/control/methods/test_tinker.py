@@ -62,9 +62,7 @@ class Service:
         assert self.holder.sampler is not None
         kinds = self.tinker.types
         answer = self.holder.sampler.client.sample(
-            prompt=kinds.ModelInput.from_ints([1, 2]),
-            num_samples=1,
-            sampling_params=kinds.SamplingParams(max_tokens=1),
+            prompt=kinds.ModelInput.from_ints([1, 2]), num_samples=1, sampling_params=kinds.SamplingParams(max_tokens=1)
         ).result(timeout=LONG_S)
         return int(answer.sequences[0].tokens[0])
 
