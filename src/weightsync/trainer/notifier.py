@@ -1,8 +1,8 @@
 """Notifier: tells rollout services, or a controller, of each version, and waits for nobody until it is asked to.
 
-One thread for each of them. Who is down is logged once, and told again every few seconds and with each new version: one
-that was started again is brought up to date by that. The services find versions without this, too, where they know an
-agent (`sources`): then a notification only wakes them.
+One thread for each of them. Who is down is logged once, and told again every few seconds and with each new version, as
+is a controller that was started again and has forgotten. One whose fleet another run has taken over is told once.
+The services find versions without this, too, where they know an agent (`sources`): a notification only wakes them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from weightsync.errors import (
     NotRegisteredError,
     SyncFailedError,
     UnsupportedError,
+    VersionError,
     WeightSyncError,
 )
 from weightsync.handles.by_url import runs_at
@@ -163,11 +164,10 @@ class _Told:
         self._looked_s = time.monotonic()
         self._behind = False  # it did not serve the newest when it was looked at last
         self._failing: set[str] = set()  # what was logged, until the newest is served there
-        self.why_not: str | None = (
-            None  # it does not serve what it was told of, or can't be told, when it was asked last
-        )
+        self.why_not: str | None = None  # ... serve what it was told of, or be told, when it was asked last
         self._waited_for: Version | None = None  # and is served there
         self.served: Version | None = None  # when it was asked last
+        self._knows: Version | None = None  # a controller, of what a trainer has told, when it was asked last
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weightsync-notify", daemon=True)
 
@@ -240,12 +240,7 @@ class _Told:
         while True:
             wait_s = _RETRY_S if failed is not None else _LOOK_S if self._behind else None
             with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._closed or self._newest not in (self._done, failed) or (wait_s is None and self._behind)  # noqa: B023
-                    ),
-                    wait_s,
-                )
+                self._changed.wait_for(functools.partial(self._has_work, failed, wait_s), wait_s)
                 newest = self._newest
                 if self._closed:
                     return
@@ -261,14 +256,19 @@ class _Told:
             except WeightSyncError as error:
                 failed = newest
                 self._trouble(error)
+                if type(error) is VersionError:  # another run has taken over: one that forgets that must not hear of it
+                    with self._changed:
+                        self._done, failed, self._behind = newest, None, False
                 continue
-            failed = None
             with self._changed:
-                self._done = newest
+                self._done, failed = newest, None
             if self._troubles is not None:
                 self._troubles = self.why_not = None
                 _logger.info("%s can be told of new versions again: it was told of %s", self.url, newest)
             self._behind = True
+
+    def _has_work(self, failed: Version | None, wait_s: float | None) -> bool:
+        return self._closed or self._newest not in (self._done, failed) or (wait_s is None and self._behind)
 
     def _trouble(self, error: WeightSyncError) -> None:
         """Logged once, until it can be told again."""
@@ -319,7 +319,10 @@ class _Told:
             _logger.debug("%s does not say what is served there: %s", self.url, error)
             return
         served = _includes(self.served, self._done) or self._done == self._waited_for
-        self._behind = not served
+        with self._changed:
+            self._behind = not served
+            if not served and self._is_controller and not _includes(self._knows, self._done):
+                self._done = None  # it was started again, and is told at once
         reasons = "; ".join(_of(who, why) for who, why in failures.items())
         self.why_not = None if served or not reasons else reasons
         self._log_failures({} if served else failures)
@@ -357,9 +360,10 @@ class _Told:
         status = self._controller.status(timeout_s=_CALL_S)
         model = status.models.get(self._model_id)
         if model is None:
-            self.served = None
+            self.served = self._knows = None
             return {}
         self.served = _version(model.run_id, model.rollout_model_version)
+        self._knows = _version(model.run_id, model.train_model_version)
         mine = [each for each in status.instances if self._model_id in each.models]
         return _failures_of(mine, model.last_error, all_of_them=all_of_them)
 

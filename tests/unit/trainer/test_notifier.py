@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 
+from tests.standins.processes import free_port
 from tests.unit.host.service_kit import wait_until
+from weightsync.clients.controller import ControllerClient
+from weightsync.control.controller import WeightSyncController
+from weightsync.control.methods.fleet import FleetMethod
+from weightsync.control.pool import RolloutPool
+from weightsync.control.server import ControllerServer
 from weightsync.errors import ConfigError, EngineUnreachableError
 from weightsync.trainer import notifier
 from weightsync.trainer.notifier import Notifier, _Told
@@ -30,6 +39,85 @@ def test_who_can_be_told_again_is_said_to_be(monkeypatch: pytest.MonkeyPatch, ca
         wait_until(lambda: again in caplog.text, "it is told, and that is said")
     told.close()
     assert caplog.text.count("can't be told") == 1
+
+
+class Controllers:
+    """Controllers without engines, one after the other at the same address, and a notifier of model "m"."""
+
+    def __init__(self) -> None:
+        self._stack, self._port = contextlib.ExitStack(), free_port()
+        self.told = Notifier([f"http://127.0.0.1:{self._port}"], model_id="m", token=None, verify=True)
+        self.told.start(["http://127.0.0.1:1"])
+
+    def start(self) -> WeightSyncController:
+        self._stack.close()
+        made = WeightSyncController({}, FleetMethod(RolloutPool(lease_s=0.3)), model_tags=("m",))
+        server = ControllerServer(made, port=self._port)
+        self._stack.callback(made.close)
+        self._stack.callback(server.close)
+        server.start()
+        return made
+
+    def close(self) -> None:
+        self.told.close()
+        self._stack.close()
+
+
+@pytest.fixture
+def controllers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controllers]:
+    monkeypatch.setattr(notifier, "_RETRY_S", 0.05)
+    monkeypatch.setattr(notifier, "_LOOK_S", 0.05)
+    with contextlib.closing(Controllers()) as made:
+        yield made
+
+
+@pytest.fixture
+def tells(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers that a controller was told of."""
+    numbers, tell = list[int](), ControllerClient.notify_version
+
+    def notify(self: ControllerClient, run_id: str, model_id: str, version: int, sender_endpoint: str) -> None:
+        numbers.append(version)
+        tell(self, run_id, model_id, version, sender_endpoint)
+
+    monkeypatch.setattr(ControllerClient, "notify_version", notify)
+    return numbers
+
+
+def test_a_controller_that_was_started_again_is_told_of_what_it_has_forgotten(
+    controllers: Controllers, tells: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before another version comes. Seen red: told to one that died before it was served, it was told no more."""
+    looks, look = list[None](), _Told._look
+
+    def counted(self: _Told) -> None:
+        look(self)
+        looks.append(None)
+
+    monkeypatch.setattr(_Told, "_look", counted)
+    first = controllers.start()
+    controllers.told.announce(Version(run_id="r", number=8))
+    wait_until(lambda: len(looks) > 3, "it is not served there, and asked why")
+    assert first.rollout_service_state("m").train_model_version == 8
+    assert tells == [8], "one that knows it is told once"
+    second = controllers.start()
+    wait_until(lambda: second.rollout_service_state("m").train_model_version == 8, "it is told again")
+
+
+def test_a_trainer_that_another_run_has_taken_over_from_tells_of_a_version_once(
+    controllers: Controllers, tells: list[int]
+) -> None:
+    """One that is started again does not know that it was. Seen red: told every two seconds, it went back."""
+    controller, (host,) = controllers.start(), controllers.told._hosts
+    controllers.told.announce(Version(run_id="r", number=1))
+    wait_until(lambda: host._done is not None, "it is told")
+    controller.train_worker_notify_weight_update("w", "m", "s", 1, sender_endpoint="http://127.0.0.1:1", timeout_s=0.0)
+    controllers.told.announce(Version(run_id="r", number=2))
+    wait_until(lambda: "taken over by s" in (host.why_not or ""), "it is refused")
+    wait_until(lambda: not host._has_work(None, None), "it waits for the next version")
+    assert (tells, host._done) == ([1, 2], Version(run_id="r", number=2))
+    controllers.told.announce(Version(run_id="r", number=3))
+    wait_until(lambda: tells == [1, 2, 3], "which is told again")
 
 
 def test_an_engine_in_to_names_all_that_may_stand_there() -> None:
