@@ -155,6 +155,7 @@ ELSEWHERE = {
     "codec/patch": "unit/codec/test_changes.py",
     "control/build": "unit/control/methods/test_select.py",
     "control/methods/claims": "unit/control/methods/test_fleet.py",
+    "control/methods/instance_calls": "unit/control/methods/test_fleet.py",
     "control/model": "unit/control/test_controller.py",
     "control/methods/hosted": "unit/control/methods/test_tinker.py",
     "control/web/page": "unit/control/web/test_headline.py",

@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 
 from weightsync.clients.agent import AgentClient
-from weightsync.clients.host import RolloutClient
 from weightsync.control.barrier import VersionBarrier
 from weightsync.control.instance import Member
 from weightsync.control.method import Peers, SyncMethod
 from weightsync.control.methods.claims import Once, asking_about, failed_error, named
+from weightsync.control.methods.instance_calls import Hook, InstanceCalls, Set
 from weightsync.control.methods.spans import Spans
 from weightsync.control.policy import CommitPolicy
 from weightsync.control.pool import RolloutPool
@@ -37,7 +37,6 @@ from weightsync.errors import (
     NotPublishedError,
     SyncFailedError,
     TransferAbortedError,
-    VersionError,
     WeightSyncError,
     as_weightsync_error,
 )
@@ -45,19 +44,13 @@ from weightsync.handles.fanout import in_thread
 from weightsync.types import Deadline, Version
 from weightsync.types.control import UNNAMED, BarrierStatus, InstanceStatus, SyncSpan
 from weightsync.types.deadline import check_wait_s
-from weightsync.types.fleet import CommitVersionsRequest, ModelVersion, PrepareReply, PrepareRequest, ReleaseRequest
-from weightsync.types.service import ServiceStatus
+from weightsync.types.fleet import ModelVersion, PrepareRequest
 
-_COMMIT_AGAIN_S = 0.2
 _LOOK_S = 0.25
-_RELEASE_S = 5.0
 _ASK_S = 5.0
 _OVER = "another run has taken over"
 
 _logger = logging.getLogger(__name__)
-
-Set = tuple[ModelVersion, ...]
-Hook = Callable[[str, str], None]
 
 
 class FleetMethod(SyncMethod):
@@ -102,16 +95,17 @@ class FleetMethod(SyncMethod):
         self.barrier = VersionBarrier(sets)
         pool.know_sets(self.barrier.sets)
         self.agent_client = functools.partial(AgentClient, token=token, verify=verify)
-        self._client = functools.lru_cache(maxsize=1024)(lambda url: RolloutClient(url, token=token, verify=verify))
         self._barrier_timeout_s = check_wait_s("barrier_timeout_s", barrier_timeout_s)
         self._prepare_timeout_s = check_wait_s("prepare_timeout_s", prepare_timeout_s)
         self._commit_timeout_s = check_wait_s("commit_timeout_s", commit_timeout_s)
         self._straggler_s = check_wait_s("straggler_s", straggler_s, may_be_0=True)
-        self._hook = hook
         self._lock = threading.Condition()
         self._running: dict[tuple[str, ...], tuple[Set, Future[None]]] = {}
         self._peers = Peers()
         self._spans: dict[str, Spans] = {}
+        self._calls = InstanceCalls(
+            pool, self._lock, token=token, verify=verify, prepare_timeout_s=self._prepare_timeout_s, hook=hook
+        )
         pool.subscribe(self._wake)
 
     # --- SyncMethod ---
@@ -146,6 +140,8 @@ class FleetMethod(SyncMethod):
         wanted = _named(model_tag, version, sender)
         versions: Set = (wanted,)
         try:
+            if self._is_there_apart(wanted):
+                return version.number
             with spans.of("barrier"), asking_about(wanted, self.barrier, self._asks, self._barrier_timeout_s) as check:
                 versions = self.barrier.wait(wanted, self._barrier_timeout_s, check)
             return self._sync(model_tag, versions, spans)
@@ -162,11 +158,19 @@ class FleetMethod(SyncMethod):
             # more was announced meanwhile than is there; what was asked for is
             return self._sync(model_tag, (msgspec.structs.replace(wanted, version=newest),), spans)
 
+    def _is_there_apart(self, wanted: ModelVersion) -> bool:
+        """Whether it is of a set, and served already, with other numbers of the others: who has it has none of these,
+        or a controller that was started again has not heard of them. Nobody is waited for, as nothing is brought."""
+        models = self.barrier.set_of(wanted.model_id)
+        with self._lock:
+            running = any(set(key) & set(models) and not run.done() for key, (_, run) in self._running.items())
+        return len(models) > 1 and not running and self._is_served((wanted,))
+
     def _asks(self, wanted: ModelVersion, wait_s: float | None = None) -> bool:
         """Some instance asks the agent whether it has that version, maybe one that joins; False: nobody is there."""
         if found := self.pool.members([wanted.model_id]) or self.pool.members([wanted.model_id], joining=True):
             request = PrepareRequest(versions=(wanted,), wait_s=wait_s or self._prepare_timeout_s)
-            self._client(found[0].url).check_versions(request)
+            self._calls.client(found[0].url).check_versions(request)
         return bool(found)
 
     def _sync(self, model_id: str, versions: Set, spans: Spans) -> int:
@@ -216,11 +220,9 @@ class FleetMethod(SyncMethod):
     # --- the protocol ---
 
     def _bring(self, versions: Set, spans: Spans) -> None:
-        models = [each.model_id for each in versions]
-        if self.pool.serves(versions):
-            self.pool.wait_fenced(self.pool.unfenced(models))
-            self.pool.wait_leased(self.pool.members(models))
+        if self._is_served(versions):
             return
+        models = [each.model_id for each in versions]
         self._check_members(versions)  # before who joins is told of them: it may be on its way to an older claim
         with self.pool.syncing(versions):
             members = self._check_members(versions)
@@ -231,6 +233,15 @@ class FleetMethod(SyncMethod):
             # whoever was evicted, now or before, may answer with an older version until its lease is over
             self.pool.wait_fenced(self.pool.unfenced(models))
         self.pool.wait_leased(members)
+
+    def _is_served(self, versions: Set) -> bool:
+        """Whether all who take part serve it. Returns when nobody answers with anything else."""
+        if not self.pool.serves(versions):
+            return False
+        models = [each.model_id for each in versions]
+        self.pool.wait_fenced(self.pool.unfenced(models))
+        self.pool.wait_leased(self.pool.members(models))
+        return True
 
     def _check_members(self, versions: Set) -> Sequence[Member]:
         """Who takes part. Where nobody does, who comes in is to serve these, unless a joiner hears of a denial."""
@@ -256,13 +267,13 @@ class FleetMethod(SyncMethod):
         decided = Once()
 
         def both(member: Member) -> None:
-            self._prepare(member, versions, spans)
+            self._calls.prepare(member, versions, spans)
             if not self.pool.takes_part(member):  # it was not waited for, and the fleet may have gone on
                 raise EngineUnreachableError("it left the pool meanwhile", peer=member.instance_id)
             # once, before one commits: who comes in from now on has to serve it
             if not decided.set(True, lambda: self.pool.decided(versions)):
                 raise TransferAbortedError(_OVER, version=named(versions), state_left="what was served is served")
-            self._commit(member, versions, Deadline(self._commit_timeout_s), spans)
+            self._calls.commit(member, versions, Deadline(self._commit_timeout_s), spans)
 
         done, failed = self._at_once(members, both, unless=lambda: self._is_over(versions) and decided.set(False))
         if not done:
@@ -276,8 +287,8 @@ class FleetMethod(SyncMethod):
     def _together(self, versions: Set, members: Sequence[Member], spans: Spans) -> None:
         need = self.policy.num_needed(len(members))
         staged, failed = self._at_once(
-            members, lambda member: self._prepare(member, versions, spans), enough=need, patience_s=self._straggler_s,
-            unless=lambda: self._is_over(versions),
+            members, lambda member: self._calls.prepare(member, versions, spans),
+            enough=need, patience_s=self._straggler_s, unless=lambda: self._is_over(versions),
         )  # fmt: skip
         staged = {who for who in staged if self.pool.takes_part(who)}
         late = {who for who in members if who not in staged and who not in failed}
@@ -289,12 +300,12 @@ class FleetMethod(SyncMethod):
             self._release(members, versions, "not enough instances have staged it")
             self._note_failed(versions, failed)
             raise failed_error(versions, failed, len(members), num_needed=need)
-        self._hook("decide", "")
+        self._calls.hook("decide", "")
         self.pool.decided(versions)
         deadline = Deadline(self._commit_timeout_s)
         done, lost = self._at_once(
             sorted(staged, key=lambda who: who.instance_id),
-            lambda member: self._commit(member, versions, deadline, spans),
+            lambda member: self._calls.commit(member, versions, deadline, spans),
         )
         outside = lost | failed | {who: DeadlineExceededError("it had not staged it in time") for who in late}
         self._evict(outside)
@@ -317,57 +328,9 @@ class FleetMethod(SyncMethod):
         published = self.barrier.published()
         return any(published[each.model_id].run_id != each.run_id for each in versions if each.model_id in published)
 
-    def _prepare(self, member: Member, versions: Set, spans: Spans) -> None:
-        self._hook("prepare", member.instance_id)
-        mine = tuple(each for each in versions if each.model_id in member.models)
-        with spans.of("transfer", who=member.instance_id) as span:
-            reply: PrepareReply = self._client(member.url).prepare_versions(
-                PrepareRequest(versions=mine, wait_s=self._prepare_timeout_s)
-            )
-            span.first("agent", reply.waited_s)
-            span.moved(sum(status.received_bytes for status in reply.models.values()))
-        staged = {each.model_id: each.of for each in reply.versions}
-        for each in mine:
-            if staged.get(each.model_id) != each.of:
-                raise VersionError(
-                    f"it has staged {staged.get(each.model_id)} of model {each.model_id}: the trainer has gone on",
-                    version=str(each.of),
-                )
-        self._hook("prepared", member.instance_id)
-
-    def _commit(self, member: Member, versions: Set, deadline: Deadline, spans: Spans) -> None:
-        mine = tuple(each for each in versions if each.model_id in member.models)
-        again = False
-        while True:
-            self._hook("commit", member.instance_id)
-            try:
-                with spans.of("commit", who=member.instance_id):
-                    request = CommitVersionsRequest(versions=mine, wait_s=max(0.1, deadline.remaining_s))
-                    report: ServiceStatus = self._client(member.url).commit_versions(request)
-                break
-            except WeightSyncError as error:
-                if deadline.remaining_s < 2 * _COMMIT_AGAIN_S or not self.pool.takes_part(member):
-                    raise
-                if not again:
-                    _logger.warning("instance %s is told again to commit: %s", member.instance_id, error)
-                again = True
-            with self._lock:
-                self._lock.wait(_COMMIT_AGAIN_S)
-        for each in mine:
-            status = report.models.get(each.model_id)
-            if status is None or (status.run_id, status.version) != (each.run_id, each.version):
-                serves = None if status is None else f"{status.run_id}/{status.version}"
-                raise VersionError(f"it answered commit well and serves {serves}", version=str(each.of))
-            spans.of_status(member.instance_id, status)
-        self._hook("committed", member.instance_id)
-
     def _release(self, members: Sequence[Member], versions: Set, why: str) -> None:
-        def release(member: Member) -> None:
-            names = tuple(each.model_id for each in versions if each.model_id in member.models)
-            self._hook("release", member.instance_id)
-            self._client(member.url).release_versions(ReleaseRequest(model_ids=names, why=why), timeout_s=_RELEASE_S)
-
-        self._at_once(members, release)  # who does not hear it lets go by itself, by its deadline
+        """Who does not hear it lets go by itself, by its deadline."""
+        self._at_once(members, lambda member: self._calls.release(member, versions, why))
 
     def _evict(self, failed: dict[Member, WeightSyncError]) -> None:
         for member, error in failed.items():

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from starlette.responses import Response
 
-from tests.unit.control.fleet_instances import LEASE_S, LONG_S, PAIR, SENDER, World, bring, raises, status_500, until, v
+from tests.unit.control.fleet_instances import (
+    LEASE_S,
+    LONG_S,
+    PAIR,
+    SENDER,
+    Instance,
+    World,
+    bring,
+    raises,
+    status_500,
+    until,
+    v,
+)
+from weightsync.control.controller import WeightSyncController
 from weightsync.control.pool import RolloutPool
 from weightsync.errors import (
     DeadlineExceededError,
@@ -289,6 +305,57 @@ def test_who_comes_in_while_an_agent_is_asked_is_brought_that_at_once(world: Wor
     joins.on_check = comes_in
     assert bring(method, 2) == 2
     assert joins.served["actor"].of == v(2)
+
+
+@pytest.mark.parametrize("mode", ["sync", "batch-async"])
+@pytest.mark.parametrize("heard", [("actor",), PAIR], ids=["one is not heard", "apart"])
+def test_a_controller_that_was_started_again_leaves_a_set_as_it_is_served(
+    world: World, mode: str, heard: tuple[str, ...]
+) -> None:
+    """By instances of one model each, which mix nothing. Seen red: rollout was locked until the barrier's end, for a
+    number that nobody would publish."""
+    world.pool._learning.until_s = time.monotonic() + 2 * LONG_S  # it listens
+    for number, model in enumerate(heard):
+        _serves(world, model, 5 - number).beat_once()
+    method = world.method(sets=(PAIR,), barrier_timeout_s=2 * LONG_S)
+    with contextlib.closing(WeightSyncController({"sync_mode": mode}, method, model_tags=PAIR)) as controller:
+        world.pool._learning.until_s = time.monotonic()
+        for each in world.instances:
+            each.beat()
+        for number, model in enumerate(heard):
+            state = functools.partial(controller.rollout_service_state, model)
+            until(lambda state=state, n=5 - number: state().rollout_model_version == n, "learnt")  # type: ignore[misc]
+            assert controller.await_rollout_service(model, timeout_s=LONG_S) == "continue"
+    assert all(each.names() == [] for each in world.instances), "nothing is brought"
+
+
+def test_what_is_served_apart_does_not_overtake_its_set(world: World) -> None:
+    """Which is on its way."""
+    for model in PAIR:
+        world.instance(model, (model,)).beat()
+    method, go = world.method(sets=(PAIR,)), threading.Event()
+    method.trained("critic", v(5), SENDER)
+    bring(method, 5)
+
+    async def waits(_: Any) -> None:
+        await asyncio.to_thread(go.wait, LONG_S)
+
+    for model, each in zip(PAIR, world.instances, strict=True):
+        method.trained(model, v(6), SENDER)
+        each.on_prepare = waits
+    sync = in_thread(lambda: method.sync_weights("critic", v(6)), name="sync")
+    until(lambda: world.instances[0].names()[-1] == "prepare", "it is on its way")
+    late = in_thread(lambda: method.sync_weights("actor", v(5)), name="late")
+    until(lambda: any(span.name == "transfer" for span in method.spans("actor")), "it waits for the set")
+    go.set()
+    assert (late.result(LONG_S), sync.result(LONG_S)) == (6, 6)
+
+
+def _serves(world: World, model: str, number: int) -> Instance:
+    """An instance of that model alone, which serves that."""
+    one = world.instance(model, (model,))
+    one.served = {model: ModelVersion(model_id=model, run_id="r", version=number, sender_endpoint=SENDER)}
+    return one
 
 
 def test_a_method_tells_its_pool_of_its_sets(world: World) -> None:
