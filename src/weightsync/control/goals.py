@@ -126,12 +126,22 @@ class FleetGoals:
                 self._claimed.add(each.model_id)
                 self._leaders.pop(each.model_id, None)
 
-    def tell(self, instance_id: str, model_ids: Iterable[str]) -> None:
-        """An instance that joins is told what to serve of these models: where a claim waits for nobody, it does so
-        for this one. Claims of sets go on: two trainers are not to be waited for at once."""
+    def tell(
+        self, instance_id: str, model_ids: Collection[str], syncs: Iterable[Mapping[str, ModelVersion]] = ()
+    ) -> tuple[ModelVersion, ...]:
+        """What an instance that joins is told to serve of these models. Where a claim waits for nobody, it does so
+        for this one. Claims of sets go on: two trainers are not to be waited for at once.
+
+        Args:
+            syncs: what those that run bring: who answers nothing may serve that before anybody has decided for it.
+        """
         for model_id in model_ids:
             if self._may_be_led(model_id) and self._leader(model_id) is None:
                 self._leaders[model_id] = _Leader(instance_id=instance_id)
+        goals = dict(self.current)
+        for each in syncs:
+            goals |= each
+        return tuple(each for tag, each in goals.items() if tag in model_ids)
 
     def offer(self, instance_id: str, model_ids: Collection[str], ready: Sequence[ModelVersion], now_s: float) -> None:
         """An instance that joins has these staged, or serves them and answers nobody: a claim follows it, until it

@@ -22,6 +22,7 @@ class Instance:
         heard_s, lease_end_s: by the pool's clock.
         why: why it was evicted; None: it was not, or is silent.
         fresh: it came in, and was not told so yet.
+        torn: part of a set may be served there, as it says.
         doubted: it has said once that it serves something else than the fleet.
         let_in: with what; None: it has taken its lease.
         missed: it was awaited and failed instead of coming, and a sync was tried for that: once is enough.
@@ -33,6 +34,7 @@ class Instance:
     lease_end_s: float = 0.0
     why: str | None = None
     fresh: bool = False
+    torn: bool = False
     doubted: bool = False
     let_in: dict[str, Version | None] | None = None
     missed: bool = False
@@ -41,6 +43,11 @@ class Instance:
     def takes_part(self) -> bool:
         """Whether syncs bring it versions, and it may answer."""
         return self.state in ("live", "suspect")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it may answer for what is left of a lease that another controller has lent it."""
+        return self.beat.left_s > 0 and self.beat.whole and not self.beat.lacks
 
     @property
     def starting(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from weightsync.control.learning import Learning
 from weightsync.errors import ConfigError, StateError
 from weightsync.types import Deadline, Version
 from weightsync.types.control import InstanceStatus
-from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest, ModelVersion
+from weightsync.types.fleet import MAX_LEASE_S, HeartbeatReply, HeartbeatRequest, ModelVersion
 
 _BEATS_A_LEASE = 3.0
 _LATE_BEATS = 1.5
@@ -53,8 +53,8 @@ class RolloutPool:
     def __init__(
         self, *, lease_s: float = 10.0, models: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if not 0.1 <= lease_s <= 3600:
-            raise ConfigError(f"lease_s is between 0.1 and 3600 seconds, not {lease_s}")
+        if not 0.1 <= lease_s <= MAX_LEASE_S:
+            raise ConfigError(f"lease_s is between 0.1 and {MAX_LEASE_S:g} seconds, not {lease_s}")
         self.lease_s = lease_s
         self._clock = clock
         self._models = None if models is None else frozenset(models)
@@ -112,10 +112,14 @@ class RolloutPool:
                 _logger.info("instance %s joins from %s", beat.instance_id, beat.url)
             if now < self._learning.until_s and known.beat.leased:  # it could answer when this controller began
                 beat = msgspec.structs.replace(beat, leased=True)
+            known.torn = not beat.whole
             if not self._goals.mixes([*beat.lacks, *(each.model_id for each in beat.serves)]):
                 beat = msgspec.structs.replace(beat, whole=True)
             was, awaited = known.serves(), bool(known.awaits)
             known.beat, known.heard_s = beat, now
+            if now < self._learning.until_s and known.goes_on:  # all of these are over before anything is decided here
+                known.lease_end_s = max(known.lease_end_s, now + beat.left_s)
+                self._learning.until_s = max(self._learning.until_s, known.lease_end_s)
             heard = [each.beat for each in self._instances.values() if self._is_fresh(each, now)]
             goals = dict(self._goals.current)
             for each in beat.absent:
@@ -175,18 +179,17 @@ class RolloutPool:
         if known.state == "joining" and self._admission.held_up(known, now) is None:
             self._come_in(known)
         if known.takes_part:
-            admitted, known.fresh = known.fresh or not (known.beat.whole or self._syncs), False
+            admitted, known.fresh = known.fresh or (known.torn and not self._syncs), False
             known.state = "live"
             known.lease_end_s = now + self.lease_s
             every_s = every_s if known.let_in is None else min(every_s, _SOON_S)
             return HeartbeatReply(state="live", lease_s=self.lease_s, every_s=every_s, admitted=admitted)
+        if now < self._learning.until_s and known.goes_on:
+            left_s, every_s = known.lease_end_s - now, min(every_s, 1.0, self._learning.until_s - now + _LOOK_S)
+            return HeartbeatReply(state="joining", lease_s=left_s, every_s=every_s, why=self._why(known, now))
         if not known.beat.leased:  # this answer may be lost on its way, but what it has is no lease
             known.lease_end_s = min(known.lease_end_s, now)
-        goals = dict(self._goals.current)
-        for each in self._syncs:  # it answers nothing: it may serve that before anybody has decided for it
-            goals |= each
-        wanted = tuple(each for tag, each in goals.items() if tag in models)
-        self._goals.tell(known.beat.instance_id, models)
+        wanted = self._goals.tell(known.beat.instance_id, models, self._syncs)
         known_of = {(tag, version): digest for tag, (version, digest) in self._digests.items()}
         digests = {each.model_id: found for each in wanted if (found := known_of.get((each.model_id, each.of)))}
         return HeartbeatReply(

@@ -12,21 +12,18 @@ that it is never longer here than there.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import threading
 import uuid
 from collections.abc import Mapping
-from concurrent.futures import Future
-from typing import NamedTuple
 
 import msgspec
 
 from weightsync.clients.controller import ControllerClient
 from weightsync.errors import AuthError, StateError, SyncFailedError, WeightSyncError
-from weightsync.handles.fanout import in_thread
 from weightsync.host.agent_state import Claim
+from weightsync.host.catching_up import CatchingUp
 from weightsync.host.commit_gate import gave_way
 from weightsync.host.fleet_model import FleetModel
 from weightsync.host.settings import RolloutConfig
@@ -35,8 +32,8 @@ from weightsync.objects.urls import is_store_url
 from weightsync.types import Deadline, Version
 from weightsync.types.fleet import (
     MAX_GONE,
+    MAX_LEASE_S,
     MAX_WORDS,
-    AbsentVersion,
     CommitVersionsRequest,
     HeartbeatReply,
     HeartbeatRequest,
@@ -53,25 +50,9 @@ _LEAVE_S = 1.0
 _STOP_S = 5.0
 _SOON_S = 0.5
 _LOOK_S = 0.05
-_ASK_AGAIN_S = 5.0
 _MAX_WANTED = 16
 
 _logger = logging.getLogger(__name__)
-
-
-class _Adopting(NamedTuple):
-    """Engines of a model are asked whether they serve a version already.
-
-    Attributes:
-        version, answer: which, and whether they do.
-        again_s: they are not asked again before.
-        first: it is the first time: nothing is fetched meanwhile.
-    """
-
-    version: Version
-    answer: Future[bool]
-    again_s: float
-    first: bool
 
 
 class FleetMember:
@@ -90,8 +71,9 @@ class FleetMember:
         self._lease = lease
         self._incarnation = uuid.uuid4().hex
         self._numbers = itertools.count(1)
-        torn = lease.torn
-        lease.revoke()  # what is there was lent to another life, for weights that may be gone with it
+        torn = (
+            lease.torn
+        )  # what is there was lent to another life, and stays until it is over: the fleet waits for that
         self._client = ControllerClient(
             config.controller, token=config.controller_token, verify=config.controller_verify
         )
@@ -103,10 +85,7 @@ class FleetMember:
         self._num_commits = 0
         self._committed: dict[str, Version] = {}  # what its fleet has decided last
         self._asks = False  # that was brought to it while it held no lease
-        self._catching_up: dict[str, Claim] = {}
-        self._named: dict[str, str] = {}  # the agent that its fleet has named last, by model
-        self._denied: dict[str, Claim] = {}  # of these its fleet was told that they were denied
-        self._adopting: dict[str, _Adopting] = {}
+        self._catching_up = CatchingUp()
         self._url = ""
         self._said: HeartbeatReply | None = None
         self._unheard: str | None = None  # why the controller does not answer
@@ -156,7 +135,7 @@ class FleetMember:
         for each in request.versions:
             model = self._models[each.model_id]
             claim = model.prepare if prepare else model.claimed
-            self._named[each.model_id] = endpoint = each.sender_endpoint.rstrip("/")  # as agents are known
+            self._catching_up.named[each.model_id] = endpoint = each.sender_endpoint.rstrip("/")  # as agents are known
             claims.append((model, claim(each.of, endpoint)))
         return claims
 
@@ -256,24 +235,28 @@ class FleetMember:
     # --- heartbeats ---
 
     def _beat(self) -> None:
-        every_s = _FIRST_EVERY_S
+        every_s, refusals = _FIRST_EVERY_S, set[type[Exception]]()
         with contextlib.suppress(Exception):  # no thread: they are looked at by and by
             for model in self._models.values():
                 model.engines.look()  # before the first word: who has engines that have not started is not let in
         while not self._stop.is_set():
             sent_s, commits, self._asks = boot_s(), self._num_commits, False
+            within_s = min(_HEARTBEAT_S, max(1.0, self._lease.left_s or _HEARTBEAT_S))
             try:
-                reply = self._client.heartbeat(self._request(), timeout_s=_HEARTBEAT_S)
+                reply = self._client.heartbeat(self._request(), timeout_s=within_s)
                 every_s = reply.every_s if self._heard(reply, sent_s, commits) else min(reply.every_s, _SOON_S)
                 if self._unheard is not None:
                     _logger.info("the controller at %s answers again", self._client.url)
-                self._unheard = None
+                self._unheard, rest_s = None, every_s
+                refusals.clear()
             except Exception as error:  # whatever it is: the lease runs out by itself
-                before, hint = self._unheard, TOKEN_HINT if isinstance(error, AuthError) else ""
+                hint = TOKEN_HINT if isinstance(error, AuthError) else ""
                 self._unheard = f"the controller at {self._client.url} lends no lease: {error}{hint}"
-                if (before is None or hint not in before) and not self._stop.is_set():
+                if type(error) not in refusals and not self._stop.is_set():  # each kind of reason once
                     _logger.warning("%s", self._unheard)
-            if self._rest(every_s):
+                refusals.add(type(error))
+                rest_s = min(every_s, _SOON_S) if self._lease.left_s > 0 else every_s  # before it is over
+            if self._rest(rest_s):
                 break
         with contextlib.suppress(Exception):  # whoever does not hear it waits for the end of the lease
             self._client.heartbeat(msgspec.structs.replace(self._request(), leaving=True), timeout_s=_LEAVE_S)
@@ -292,7 +275,7 @@ class FleetMember:
         return self._stop.is_set()
 
     def _request(self) -> HeartbeatRequest:
-        commits = self._num_commits
+        commits, left_s = self._num_commits, min(self._lease.left_s, MAX_LEASE_S)
         serves, lacks, errors, absent, waits = [], [], [], [], []
         gone = [pair for each in self._models.values() for pair in each.engines.gone().items()]
         if self._lease.damaged:
@@ -307,21 +290,14 @@ class FleetMember:
             errors += [f"{model_id}: {who}: {why}" for who, why in failures if not gave_way(why)]
             if status.retrying:
                 errors.append(f"{model_id}: {status.retrying}")
-            claim = self._catching_up.get(model_id)
-            if claim is not None and claim.denied is not None:
-                version, self._denied[model_id] = claim.version, claim
-                absent.append(
-                    AbsentVersion(
-                        of=ModelVersion(model_id=model_id, run_id=version.run_id, version=version.number),
-                        newest=claim.denied.newest,
-                    )
-                )
+            if (denied := self._catching_up.told_absent(model_id)) is not None:
+                absent.append(denied)
             if served is None:
                 lacks.append(model_id)
             else:
                 sender = status.sender or ""
                 if is_store_url(sender):  # others may not have it among their sources
-                    sender = self._named.get(model_id, "")
+                    sender = self._catching_up.named.get(model_id, "")
                 serves.append(
                     ModelVersion(model_id=model_id, run_id=served.run_id, version=served.number, sender_endpoint=sender)
                 )
@@ -334,7 +310,8 @@ class FleetMember:
             lacks=tuple(lacks),
             staged=tuple(waits),
             whole=self._belongs_together(commits),
-            leased=self._lease.left_s > 0,
+            leased=left_s > 0,
+            left_s=left_s,
             error="; ".join(errors)[:2000] or None,
             absent=tuple(absent),
             digests={model_id: found for model_id, model in self._models.items() if (found := model.served_digest)},
@@ -365,20 +342,23 @@ class FleetMember:
         if before is None or before.state != reply.state:
             _logger.info("service %s is %s in its fleet%s", self._config.service_id, reply.state,
                          f": {reply.why}" if reply.why else "")  # fmt: skip
-        if reply.lease_s <= 0:
+        if kept := reply.state == "joining" and reply.lease_s > 0:
+            self._comes_in = True  # its controller was started again: what another has lent stays until it is over
+        elif reply.lease_s <= 0:
             self._comes_in = True
             self._lease.revoke()
         elif self._comes_in and not self._keep_to_what_is_served(commits):
             return False  # what is being committed was not decided by the fleet: it is told of it first
         elif reply.admitted:
             self._made_whole(commits)
-        self._renew(sent_s + reply.lease_s if reply.lease_s else 0.0)
+        if reply.lease_s and not kept:  # else engines may have started since they were last seen to serve something
+            self._renew(sent_s + reply.lease_s)
         if reply.catch_up:
             self._is_told({each.model_id: each.of for each in reply.catch_up if each.model_id in self._models})
         for each in reply.catch_up if self._num_commits == commits else ():  # else a commit that began since says more
             model = self._models.get(each.model_id)
             if model is not None:
-                self._catch_up(model, each, reply.digests.get(each.model_id))
+                self._catching_up.go(model, each, reply.digests.get(each.model_id))
         return True
 
     def _renew(self, until_s: float) -> None:
@@ -416,35 +396,3 @@ class FleetMember:
                     self._lease.lift()
             finally:
                 self._set.release()
-
-    def _adopted(self, model: FleetModel, wanted: ModelVersion, digest: str | None) -> bool:
-        """Whether the engines are being asked if they serve it already, which costs no transfer, and needs no trainer.
-        A process that was started anew knows nothing of them."""
-        if digest is None:
-            return False
-        before, now_s = self._adopting.get(model.model_id), boot_s()
-        first = before is None or before.version != wanted.of
-        lacks = before is not None and before.answer.done() and model.served is None and now_s >= before.again_s
-        if before is None or first or lacks:  # an engine that did not answer in time may do so later
-            ask = functools.partial(model.adopt, wanted.of, wanted.sender_endpoint, digest)
-            answer = in_thread(ask, name="weightsync-adopt")
-            before = self._adopting[model.model_id] = _Adopting(wanted.of, answer, now_s + _ASK_AGAIN_S, first)
-        return before.first and not before.answer.done()
-
-    def _catch_up(self, model: FleetModel, wanted: ModelVersion, digest: str | None) -> None:
-        if model.serves(wanted.of):
-            return
-        wanted = msgspec.structs.replace(wanted, sender_endpoint=wanted.sender_endpoint.rstrip("/"))
-        self._named[model.model_id] = wanted.sender_endpoint
-        model.add_sender(wanted.sender_endpoint)
-        if self._adopted(model, wanted, digest):
-            return
-        model.gate.release("the fleet has gone on", older_than=wanted.of)
-        model.gate.allow(wanted.of)
-        claim = self._catching_up.get(model.model_id)
-        untold = claim is not None and claim.denied is not None and self._denied.get(model.model_id) is not claim
-        if claim is None or claim.version != wanted.of or (claim.error is not None and not untold):
-            try:
-                self._catching_up[model.model_id] = model.claimed(wanted.of, wanted.sender_endpoint)
-            except WeightSyncError as error:
-                _logger.warning("model %s: it can't catch up to %s: %s", model.model_id, wanted.of, error)

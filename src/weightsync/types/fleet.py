@@ -16,6 +16,7 @@ from weightsync.types.service import ModelStatus
 from weightsync.types.spec import check_id
 
 MAX_MODELS = 256
+MAX_LEASE_S = 3600.0
 MAX_WORDS = 1000
 """Characters of what is said of an adapter, or of an engine that is gone."""
 MAX_GONE = 16
@@ -91,6 +92,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
         whole: whether its models are of one set; False after a set that it could not commit as a whole.
         leased: whether it may answer as it sends this. One that may not answers nothing before it is lent something
             anew.
+        left_s: for how long it may answer yet; 0: not at all, or it does not say.
         error: what failed there last.
         leaving: it ends, and answers nothing any more: its last message.
         absent: what it was told to serve, and what is not there.
@@ -105,6 +107,7 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     url: str
     number: int = 0
     leased: bool = True
+    left_s: float = 0.0
     serves: tuple[ModelVersion, ...] = ()
     lacks: tuple[str, ...] = ()
     staged: tuple[ModelVersion, ...] = ()
@@ -124,6 +127,8 @@ class HeartbeatRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
             raise InvalidRequestError(f"an instance's url is an http URL, not {self.url[:100]!r}")
         for each in self.lacks:
             check_id("model_id", each)
+        if not 0 <= self.left_s <= MAX_LEASE_S:  # NaN, too
+            raise InvalidRequestError(f"a lease has 0 to {MAX_LEASE_S:g} s left, not {self.left_s}")
         if self.error is not None and len(self.error) > _MAX_ERROR:
             raise InvalidRequestError(f"an error has at most {_MAX_ERROR} characters")
         if len(self.absent) > MAX_MODELS or len(self.staged) > MAX_MODELS:
@@ -147,7 +152,8 @@ class HeartbeatReply(Message, frozen=True, kw_only=True):
 
     Attributes:
         state: see `InstanceStatus`.
-        lease_s: it may answer for so many seconds after it sent its heartbeat; 0: it refuses at once.
+        lease_s: it may answer for so many seconds after it sent its heartbeat; 0: it refuses at once. While it joins:
+            for what it was lent before, no longer.
         admitted: it comes in with this answer: what held it back before is over.
         catch_up: what it has to serve before it comes in.
         digests: of these, by model, where an instance that served them has told: who has it already may say so.
@@ -165,7 +171,7 @@ class HeartbeatReply(Message, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_digests(self.digests)
-        if not 0 <= self.lease_s <= 3600 or not 0 < self.every_s <= 3600:
+        if not 0 <= self.lease_s <= MAX_LEASE_S or not 0 < self.every_s <= MAX_LEASE_S:
             raise InvalidRequestError(f"a lease of {self.lease_s} s, asked for every {self.every_s} s, can't be")
 
 

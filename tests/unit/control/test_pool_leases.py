@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.unit.control.pool_kit import LEASE_S, MODELS, at, beat, made, states
+from weightsync.control.pool import RolloutPool
 from weightsync.errors import StateError
 from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest, ModelVersion
 
@@ -39,12 +40,15 @@ class Process:
         self.catch_up: tuple[ModelVersion, ...] = ()
         self.exchange: Exchange | None = None
 
-    def request(self) -> HeartbeatRequest:
+    def request(self, now_s: float) -> HeartbeatRequest:
         serves = tuple(at(version, model=model) for model, version in self.serves.items() if version)
         lacks = tuple(model for model, version in self.serves.items() if not version)
-        return beat(self.name, *serves, incarnation=self.incarnation, lacks=lacks, whole=self.whole)
+        left_s = max(0.0, self.lease_end_s - now_s)
+        return beat(self.name, *serves, incarnation=self.incarnation, lacks=lacks, whole=self.whole, left_s=left_s)
 
     def heard(self, reply: HeartbeatReply, sent_s: float) -> None:
+        if reply.state == "joining" and reply.lease_s:
+            return  # what it was lent before stays until it is over
         if reply.lease_s <= 0:
             self.lease_end_s = 0.0
         elif reply.admitted:
@@ -60,7 +64,8 @@ class Process:
 
 class Leases(RuleBasedStateMachine):
     """Heartbeats are sent, lost and late in any order, while versions are synced; and services die, or are started
-    twice. A process that is dead leaves engines behind that answer until their lease is over."""
+    twice, and so does the controller. A process that is dead leaves engines behind that answer until their lease is
+    over."""
 
     @initialize()
     def begin(self) -> None:
@@ -69,7 +74,8 @@ class Leases(RuleBasedStateMachine):
         self.processes = {name: self.start(name) for name in NAMES}
         self.gone: list[Process] = []
         self.late: list[HeartbeatRequest] = []
-        self.version = 0
+        self.version, self.started_again = 0, False
+        self.least: dict[str, int] | None = dict.fromkeys(MODELS, 0)  # None: the controller listens
         self.sync: Any = None
         self.members: list[Any] = []
         self.done: set[str] = set()
@@ -86,7 +92,7 @@ class Leases(RuleBasedStateMachine):
     def sends(self, name: str) -> None:
         process = self.processes[name]
         if process.exchange is None:
-            process.exchange = Exchange(self.clock.now, process.request())
+            process.exchange = Exchange(self.clock.now, process.request(self.clock.now))
 
     @rule(name=st.sampled_from(NAMES))
     def arrives(self, name: str) -> None:
@@ -127,7 +133,7 @@ class Leases(RuleBasedStateMachine):
             reply = self.pool.heartbeat(request)
         except StateError:
             return None
-        if reply.lease_s and not before:
+        if reply.lease_s and reply.state == "live" and not before:
             assert self.sync is None, "nobody comes in while a sync runs"
             for model in MODELS:
                 current = self.pool.current(model)
@@ -156,6 +162,12 @@ class Leases(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.clock.now += seconds
 
+    @rule()
+    def the_controller_is_started_again(self) -> None:
+        """It knows nothing, and a sync of the one before ends where it was. Heartbeats on their way reach this one."""
+        self.pool = RolloutPool(lease_s=LEASE_S, clock=self.clock)
+        self.least, self.sync, self.started_again = None, None, True
+
     # --- syncs ---
 
     @precondition(lambda self: self.sync is None and self.pool.members(MODELS))
@@ -166,11 +178,27 @@ class Leases(RuleBasedStateMachine):
         self.members = list(self.pool.members(MODELS))
         self.done, self.evicted, self.decided = set(), [], False
 
+    @precondition(lambda self: self.sync is None and len(self.pool.members(MODELS)) == len(NAMES))
+    @rule(index=st.integers(0, 1))
+    def the_controller_dies_in_a_sync(self, index: int) -> None:
+        """All have served one version, and one of them has the next."""
+        for both in (True, False):
+            if len(self.pool.members(MODELS)) < len(NAMES):
+                return  # one of them had died
+            self.a_sync_begins()
+            self.is_decided()
+            self.commits(index, halfway=False)
+            if both:
+                self.commits(1 - index, halfway=False)
+                self.the_sync_ends()
+        self.the_controller_is_started_again()
+
     @precondition(lambda self: self.sync is not None and not self.decided and self.members)
     @rule()
     def is_decided(self) -> None:
         self.version += 1
         self.decided = True
+        self.least = dict.fromkeys(MODELS, self.version)
         self.pool.decided([at(self.version, model=model) for model in MODELS])
 
     @precondition(lambda self: self.sync is not None and self.decided)
@@ -214,8 +242,18 @@ class Leases(RuleBasedStateMachine):
     def holders(self) -> list[Process]:
         return [each for each in [*self.processes.values(), *self.gone] if each.lease_end_s > self.clock.now]
 
+    def listens(self) -> bool:
+        if self.least is None:
+            self.pool.members(MODELS)
+            if not self.pool._learning.until_s:
+                current = {model: self.pool.current(model) for model in MODELS}
+                self.least = {model: 0 if found is None else found.version for model, found in current.items()}
+        return self.least is None
+
     @invariant()
     def who_is_taken_for_lost_has_no_lease(self) -> None:
+        if self.listens():
+            return
         for name in NAMES:
             found = [each for each in self.holders() if each.name == name]
             live = [member for member in self.pool.members(MODELS) if member.instance_id == name]
@@ -228,10 +266,11 @@ class Leases(RuleBasedStateMachine):
 
     @invariant()
     def nobody_answers_with_an_old_version(self) -> None:
-        if self.sync is None:
+        if self.sync is None and not self.listens():
+            assert self.least is not None
             for process in self.holders():
                 if process.whole:  # else its engines refuse by themselves
-                    assert all(version >= self.version for version in process.serves.values()), process.name
+                    assert all(process.serves[model] >= self.least[model] for model in MODELS), process.name
 
     def teardown(self) -> None:
         """Who keeps its heartbeats and catches up comes in, whatever was before."""
@@ -240,6 +279,8 @@ class Leases(RuleBasedStateMachine):
         if self.sync is not None:
             self.the_sync_ends()
         self.clock.now += LEASE_S
+        if self.started_again:
+            self.pool.decided([at(self.version + 1, model=model) for model in MODELS])  # a trainer's next word
         for _ in range(4):
             for name, process in self.processes.items():
                 process.exchange = None

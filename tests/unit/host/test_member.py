@@ -20,14 +20,21 @@ from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
-from weightsync.errors import NotPublishedError, StateError, SyncFailedError, TransferAbortedError
+from weightsync.errors import (
+    EngineUnreachableError,
+    NotPublishedError,
+    StateError,
+    SyncFailedError,
+    TransferAbortedError,
+)
 from weightsync.handles.fanout import in_thread
+from weightsync.host import member as member_module
 from weightsync.host.agent_state import Claim
 from weightsync.host.commit_gate import CommitGate
 from weightsync.host.member import FleetMember
 from weightsync.host.served_versions import words
 from weightsync.host.settings import RolloutConfig
-from weightsync.memory import LeaseReader, ServingLease
+from weightsync.memory import LeaseReader, ServingLease, boot_s, serving
 from weightsync.types import Deadline, Version
 from weightsync.types.fleet import (
     MAX_GONE,
@@ -193,13 +200,13 @@ def test_engines_are_asked_again_whether_they_serve_what_is_current(
     made: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen red: one that did not answer in time was asked once; its trainer had ended, so nothing could be pulled."""
-    monkeypatch.setattr("weightsync.host.member._ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr("weightsync.host.catching_up._ASK_AGAIN_S", 0.02)
     asked: list[Any] = []
     model = made.models["a"]
     model.served, model.fails, model.adopt = None, True, lambda *given: bool(asked.append(given))
 
     def again() -> bool:
-        made.member._catch_up(model, at("a", 3), "digest")
+        made.member._catching_up.go(model, at("a", 3), "digest")
         return len(asked) >= 3
 
     until(again, "it is asked again")
@@ -424,7 +431,7 @@ def test_a_slash_behind_a_sender_is_no_other_sender(made: Member) -> None:
     """Seen red: it was registered a second time, and asked twice for everything."""
     made.models["a"].fails = True
     made.member._heard(told(msgspec.structs.replace(at("a", 9), sender_endpoint="http://agent/")), 0.0, 0)
-    assert made.member._catching_up["a"].endpoint == "http://agent"
+    assert made.member._catching_up._claims["a"].endpoint == "http://agent"
 
 
 def serves(made: Member, a: int, b: int) -> HeartbeatRequest:
@@ -480,12 +487,12 @@ def test_a_denial_is_told_before_it_is_asked_for_again(made: Member) -> None:
         model.fails = True
     made.member._heard(told(at("a", 9)), 0.0, 0)
     made.member._request()
-    claim = made.member._catching_up["a"]
+    claim = made.member._catching_up._claims["a"]
     claim.error = NotPublishedError("as told", newest=1)
     made.member._heard(told(at("a", 9)), 0.0, 0)
     assert [(each.of.version, each.newest) for each in made.member._request().absent] == [(9, 1)]
     made.member._heard(told(at("a", 9)), 0.0, 0)
-    assert made.member._catching_up["a"] is not claim, "it may be there by now"
+    assert made.member._catching_up._claims["a"] is not claim, "it may be there by now"
 
 
 def test_the_last_of_a_set_is_committed_behind_a_hold(made: Member) -> None:
@@ -529,3 +536,55 @@ def test_what_it_has_committed_beside_its_fleet_takes_no_lease(made: Member) -> 
     for served in (Version(run_id="r", number=2), None):  # None: its engine was started anew, with weights of its own
         made.models["a"].served = served
         assert not made.member._keep_to_what_is_served(0), served
+
+
+def until_s(made: Member) -> float:
+    return made.lease._words[serving._UNTIL]
+
+
+def test_while_its_controller_listens_it_goes_on_for_as_long_as_it_was_lent(made: Member) -> None:
+    """Seen red: it refused at once, and what its engines were generating was cut off."""
+    made.live()
+    made.member.close()
+    made.lease = ServingLease(made.lease.path)
+    made.lease.renew(boot_s() + 100.0)
+    until_then, seen = until_s(made), made.lease._words[serving._SEEN]
+    member = FleetMember(made.models, made.member._config, made.lease)
+    assert until_s(made) == until_then, "nor does one that is started anew end what another life was lent"
+    member._url = "http://127.0.0.1:9"
+    assert 90.0 < member._request().left_s <= 100.0
+    member._comes_in = False
+    kept = HeartbeatReply(state="joining", lease_s=200.0, every_s=1.0)
+    assert member._heard(kept, boot_s(), 0)
+    assert (until_s(made), made.lease._words[serving._SEEN], made.answers) == (until_then, seen, True)
+    assert member._comes_in, "the first lease of that controller is its first"
+    assert member._heard(told(), boot_s(), 0)
+    assert (until_s(made), made.lease._words[serving._SEEN]) == (0.0, seen), "an engine that has started since refuses"
+    assert not made.answers
+
+
+def test_each_kind_of_reason_why_it_has_no_lease_is_logged_once(
+    made: Member, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: the first one alone; the log said that nobody was there, long after a controller had refused it."""
+    reasons: list[Exception] = [EngineUnreachableError("nobody there")] * 2
+    reasons += [StateError("another process has its name")] * 2 + [EngineUnreachableError("nobody there")]
+    asked, enough = list[float](), threading.Event()
+
+    def fails(beat: HeartbeatRequest, *, timeout_s: float) -> HeartbeatReply:
+        asked.append(timeout_s)
+        if len(asked) == len(reasons):
+            enough.set()
+        raise reasons[min(len(asked), len(reasons)) - 1]
+
+    monkeypatch.setattr(made.member._client, "heartbeat", fails)
+    monkeypatch.setattr(member_module, "_FIRST_EVERY_S", 0.01)
+    made.lease.renew(boot_s() + 2.0)
+    made.member.start("http://127.0.0.1:9")
+    assert enough.wait(LONG_S)
+    made.member.close()
+    said = [each.getMessage() for each in caplog.records if each.name == "weightsync.host.member"]
+    assert [text.partition("lends no lease: ")[2] for text in said if "lends no" in text] == [
+        "nobody there", "another process has its name",
+    ]  # fmt: skip
+    assert asked[0] <= 2.0, "an answer that comes when its lease is over is none"
