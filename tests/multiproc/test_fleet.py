@@ -219,14 +219,25 @@ def test_all_services_die_and_others_come(start: Start, fleet: Fleet, tmp_path: 
 
 
 def test_a_controller_that_starts_again_knows_what_is_served(start: Start, tmp_path: Path) -> None:
-    """Seen to fail: the gate of a version that every service served stayed shut until the next one."""
-    first = Fleet(port=free_port())
+    """And engines answer while it learns that. Seen to fail: the gate of a version that every service served stayed
+    shut until the next one; and all refused for most of a lease."""
+    first = Fleet(port=free_port(), lease_s=60.0)
+    first.pool._learning.until_s = time.monotonic()  # nobody served anything before
     trainers = Trainers(start)
     FleetService(start, "one", first.server_url, tmp_path)
     first.wait_states({"one": "live"})
     step(first, trainers, 1)
+    first.wait_states({"one": "live"})
     first.close()
-    second = Fleet(port=int(first.server_url.rsplit(":", 1)[1]))
+    second = Fleet(port=int(first.server_url.rsplit(":", 1)[1]), lease_s=60.0)
+    wait_until(lambda: second.pool.unfenced(MODELS) == ("one",), "it says that it answers", 20.0)
+    second.wait_states({"one": "joining"})
+    told_s = time.monotonic()  # that it may go on, by then or a moment later
+    heard = second.pool._instances["one"]
+    wait_until(lambda: heard.beat.number > 2 and heard.heard_s > told_s, "and says so again", 20.0)
+    wait_until(lambda: any(a.ended_s > heard.heard_s for a in read_records(tmp_path)), "it answers", 20.0)
+    assert second.pool.members(MODELS) == ()
+    second.pool._learning.until_s = time.monotonic()  # it has listened
     for model in MODELS:
         assert second.client.wait_version(trainers.run_of(model), model, 1, wait_s=20.0)
     second.wait_states({"one": "live"})
