@@ -237,6 +237,8 @@ def test_a_chunk_is_let_go_of_once_it_is_packed() -> None:
             del made
 
     sending = in_thread(lambda: end.send_chunks(source(), client, session="s", deadline=Deadline(10)), name="send")
+    while len(client.answers) < 2:
+        time.sleep(0.001)
     assert not third.wait(0.2), "the third is not asked for while two are not loaded"
     assert len(client.announced) == 2
     for number in range(4):
