@@ -42,7 +42,7 @@ def world() -> Iterator[World]:
 
 @pytest.mark.parametrize("policy", ["each", "all", "quorum(2)", "quorum(3)"])
 def test_every_instance_serves_it(world: World, policy: str) -> None:
-    instances, method = world.three(), world.method(policy)
+    instances, method = world.three(), world.method(policy, straggler_s=LONG_S)
     assert bring(method, 1) == 1
     for each in instances:
         assert each.names() == ["prepare", "commit"]
@@ -133,11 +133,13 @@ def test_a_controller_that_only_listens_yet_waits_for_whom_it_has_heard_of(world
 
 def test_a_controller_that_only_listens_yet_waits_for_its_first_heartbeat(world: World) -> None:
     """Seen red: a trainer's word that came before any heartbeat was a sync that had failed, until it had listened."""
-    world.pool._learning.until_s = time.monotonic() + 0.5
+    world.pool._learning.until_s = time.monotonic() + 4 * LONG_S
     one, method = world.instance("a"), world.method()
     one.served = {"actor": ModelVersion(model_id="actor", run_id="r", version=1, sender_endpoint=SENDER)}
     done = in_thread(lambda: bring(method, 2), name="sync")
     until(lambda: world.pool.current("actor"), "it is claimed")
+    one.beat_once()
+    world.pool._learning.until_s = time.monotonic()  # it has listened
     one.beat()
     assert done.result(LONG_S) == 2
 
