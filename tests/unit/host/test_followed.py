@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.standins.threads import logged_here
 from weightsync.errors import NotPublishedError, TransferAbortedError, VersionError
 from weightsync.host.adoption import Adoption
 from weightsync.host.agent_state import SHORTEST_S, WAIT_S, Claim, Target
@@ -488,11 +489,12 @@ def test_what_answers_where_a_trainer_has_ended_and_is_no_good_is_a_failure(capl
     model = following(ONE, poll_s=5.0)
     model.hears(msgspec.structs.replace(says(3), ending=True))
     model.hears(None, in_s=1.0)
-    assert (model.run.ended, caplog.messages) == ((ONE,), [])
+    assert (model.run.ended, logged_here(caplog)) == ((ONE,), [])
     for _ in range(3):
         model.run.not_heard(ONE, "AuthError: the token is another one")
     assert (model.run.ended, set(model.run.errors)) == ((), {ONE})
-    assert [each for each in caplog.messages if "AuthError" in each] == caplog.messages[-1:]
+    said = [record.getMessage() for record in logged_here(caplog)]
+    assert [each for each in said if "AuthError" in each] == said[-1:]
 
 
 def test_one_that_a_pull_failed_at_gives_way_until_a_pull_from_it_succeeds() -> None:
