@@ -199,6 +199,7 @@ def test_a_puller_is_closed_in_mid_pull(start: Start, tmp_path: Path) -> None:
     sent = Hook(at="weightsync.transfer.tcp_server:BlockServer._send", do="wait", path=str(tmp_path / "hook"), nth=3)
     trainer = Trainer(start, 51, agent_hooks=[sent.set()])
     trainer.publish(0)
+    others = set(shm_of(os.getpid()))
     puller = Puller(trainer.endpoint, MODEL, receiver_id="r", transport=Transport.TCP)
     with ThreadPoolExecutor(1) as pool:
         pull = pool.submit(puller.pull, deadline=Deadline(60.0))
@@ -208,7 +209,7 @@ def test_a_puller_is_closed_in_mid_pull(start: Start, tmp_path: Path) -> None:
         puller.close()
         with pytest.raises(TransferAbortedError):
             pull.result(5)
-    assert shm_of(os.getpid()) == []
+    assert set(shm_of(os.getpid())) <= others
     with pytest.raises(TransferAbortedError, match="cancelled"):
         puller.pull(deadline=Deadline(1.0))
     sent.check_cancelled()
