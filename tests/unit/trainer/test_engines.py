@@ -41,7 +41,7 @@ def joined(*engines: EngineHandle) -> JoinedEngines:
 
 def failed(engines: JoinedEngines, *, require_all: bool = False) -> WeightSyncError:
     with pytest.raises(WeightSyncError) as caught:
-        engines.ready(Deadline(0.3), run_id="run", require_all=require_all)
+        engines.ready(Deadline(1.0), run_id="run", require_all=require_all)
     return caught.value
 
 
