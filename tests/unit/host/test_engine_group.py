@@ -68,7 +68,7 @@ def test_a_load_that_was_given_up_notes_nothing_when_it_ends(monkeypatch: pytest
     slow = Engine("slow")
     slow.holds[EngineOp.RESUME] = threading.Event()
     group = group_of(slow)
-    report = group.load(staged(), Deadline(1.5))
+    report = group.load(staged(), Deadline(4.0))
     assert "has not let go" in report.errors["slow"]
     assert group.served() == {"slow": None}
     (holder,) = group.holders()
@@ -111,7 +111,7 @@ def test_an_engine_that_can_have_no_thread_keeps_no_other_waiting(monkeypatch: p
     monkeypatch.setattr(engine_group, "in_thread", thread)
     changed = threading.Condition()
     group = group_of(Engine("one"), Engine("two"), gate=CommitGate(changed, changed.notify_all))
-    errors = group.load(staged(), Deadline(2.0)).errors
+    errors = group.load(staged(), Deadline(LONG_S)).errors
     assert errors.keys() == {"one", "two"}
     assert "TransferAbortedError: it was not committed: engine two: can't start new thread" in errors["one"]
 

@@ -329,7 +329,7 @@ def test_a_commit_that_was_none(world: World, policy: str, lie: str) -> None:
 
 
 def test_a_commit_that_fails_is_told_again(world: World) -> None:
-    (_, b, _), method = world.three(), world.method("all", commit_timeout_s=5.0)
+    (_, b, _), method = world.three(), world.method("all", commit_timeout_s=LONG_S)
     b.on_commit = lambda asked: status_500(asked) if b.names().count("commit") < 3 else None
     assert bring(method, 1) == 1
     assert b.names() == ["prepare", "commit", "commit", "commit"]
