@@ -103,7 +103,7 @@ def test_what_a_service_is_told(start: Start, trainer: Trainer) -> None:
 
 def test_a_false_run_shuts_nobody_out(start: Start, trainer: Trainer) -> None:
     """A run that its sender does not have is never taken up, whoever announces it; the real one goes on meanwhile."""
-    service = Service(start, ["a"], senders=(trainer.endpoint,), pull_timeout_s=3.0)
+    service = Service(start, ["a"], senders=(trainer.endpoint,), pull_timeout_s=6.0)
     version = publish(trainer)
     service.notify(trainer.endpoint, 1, version)
     with ThreadPoolExecutor(1) as pool:
@@ -112,7 +112,7 @@ def test_a_false_run_shuts_nobody_out(start: Start, trainer: Trainer) -> None:
         status = service.notify(trainer.endpoint, 1, newer)
         assert (status.version, status.wanted_run_id, status.errors) == (newer, run_of(1), {})
         with pytest.raises(VersionError, match="did not have it"):
-            false.result(10)
+            false.result(20)
     last = publish(trainer)
     assert service.notify(trainer.endpoint, 1, last).version == last
 

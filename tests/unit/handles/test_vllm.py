@@ -560,8 +560,10 @@ def test_a_pause_that_the_abort_could_not_end_is_ended_later(monkeypatch: pytest
     assert api.resumed.wait(5)
     assert not api.paused
 
+    others = set(threading.enumerate())
     aborted_while_busy(handle, api, "t")
-    mends = [thread for thread in threading.enumerate() if thread.name == "weightsync-mend-run"]
+    started = set(threading.enumerate()) - others
+    mends = [thread for thread in started if thread.name == "weightsync-mend-run"]
     api.resumed.clear()
     api.state = VllmState(run_id="other", group="h")
     api.busy = False
