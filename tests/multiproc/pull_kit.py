@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -34,6 +35,7 @@ from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import MappedSegment
 from weightsync.trainer import publisher as manager
+from weightsync.trainer.buffer import PublicationBuffer
 from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest, Version
 from weightsync.types.service import NotifyRequest, RegisterSenderRequest
@@ -179,9 +181,17 @@ class Run:
 
     def offload(self, version: int) -> dict[str, Any]:
         weights = content(self.seed, version, self.kib)
-        began = time.monotonic()
-        report = self.wm.offload(weights.items(), version)
-        return {"published": report.published, "waited_s": report.waited_s, "seconds": time.monotonic() - began}
+        free = PublicationBuffer._free
+        with mock.patch.object(PublicationBuffer, "_free", autospec=True, side_effect=free) as looks:
+            began = time.monotonic()
+            report = self.wm.offload(weights.items(), version)
+            seconds = time.monotonic() - began
+        return {
+            "published": report.published,
+            "waited_s": report.waited_s,
+            "num_looks": looks.call_count,
+            "seconds": seconds,
+        }
 
 
 def trainer_main(kib: int, hook: Hook | None, agent_hooks: list[Hook], conn: Any) -> None:

@@ -155,10 +155,10 @@ def test_a_stranger_of_the_same_user_says_nothing_to_a_trainer(start: Start, tmp
 
 
 def test_why_an_agent_can_not_start_is_what_its_trainer_raises() -> None:
-    port = free_port()
+    port, others = free_port(), set(folders_of(os.getpid()))
     with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=f"can't listen on .*:{port}"):
         WeightManager("m", port=port).start()
-    assert folders_of(os.getpid()) == []
+    assert set(folders_of(os.getpid())) <= others
 
 
 def test_a_phase_that_can_not_be_told_is_dropped_and_the_agent_lives() -> None:

@@ -137,7 +137,7 @@ def test_the_version_that_came_is_recorded(start: Start, trainer: Trainer, tmp_p
 
 def test_a_wait_that_ends_loads_nothing(start: Start, trainer: Trainer) -> None:
     """Fault 5: a version that does not come is an error, and nothing is loaded in its place; late, it is served."""
-    service = Service(start, ["a"], senders=(trainer.endpoint,), pull_timeout_s=3.0)
+    service = Service(start, ["a"], senders=(trainer.endpoint,), pull_timeout_s=6.0)
     first = publish(trainer)
     num_committed = service.notify(trainer.endpoint, 1, first).num_committed
     missing = next(_versions)

@@ -103,7 +103,7 @@ def test_what_a_service_is_told(start: Start, trainer: Trainer) -> None:
 
 def test_a_false_run_shuts_nobody_out(start: Start, trainer: Trainer) -> None:
     """A run that its sender does not have is never taken up, whoever announces it; the real one goes on meanwhile."""
-    service = Service(start, ["a"], senders=(trainer.endpoint,), pull_timeout_s=3.0)
+    service = Service(start, ["a"], senders=(trainer.endpoint,), pull_timeout_s=6.0)
     version = publish(trainer)
     service.notify(trainer.endpoint, 1, version)
     with ThreadPoolExecutor(1) as pool:
@@ -112,7 +112,7 @@ def test_a_false_run_shuts_nobody_out(start: Start, trainer: Trainer) -> None:
         status = service.notify(trainer.endpoint, 1, newer)
         assert (status.version, status.wanted_run_id, status.errors) == (newer, run_of(1), {})
         with pytest.raises(VersionError, match="did not have it"):
-            false.result(10)
+            false.result(20)
     last = publish(trainer)
     assert service.notify(trainer.endpoint, 1, last).version == last
 
@@ -199,6 +199,7 @@ def test_a_puller_is_closed_in_mid_pull(start: Start, tmp_path: Path) -> None:
     sent = Hook(at="weightsync.transfer.tcp_server:BlockServer._send", do="wait", path=str(tmp_path / "hook"), nth=3)
     trainer = Trainer(start, 51, agent_hooks=[sent.set()])
     trainer.publish(0)
+    others = set(shm_of(os.getpid()))
     puller = Puller(trainer.endpoint, MODEL, receiver_id="r", transport=Transport.TCP)
     with ThreadPoolExecutor(1) as pool:
         pull = pool.submit(puller.pull, deadline=Deadline(60.0))
@@ -208,7 +209,7 @@ def test_a_puller_is_closed_in_mid_pull(start: Start, tmp_path: Path) -> None:
         puller.close()
         with pytest.raises(TransferAbortedError):
             pull.result(5)
-    assert shm_of(os.getpid()) == []
+    assert set(shm_of(os.getpid())) <= others
     with pytest.raises(TransferAbortedError, match="cancelled"):
         puller.pull(deadline=Deadline(1.0))
     sent.check_cancelled()

@@ -69,13 +69,16 @@ def test_a_receiver_slower_than_two_steps_gets_versions_and_the_trainer_hardly_w
             version += 1
             said = trainer.offload(version)
             assert said["published"]
-            waited.append(said["waited_s"])
+            waited.append((said["waited_s"], said["num_looks"]))
             most = max(most, trainer.ask("segments"))
             time.sleep(step_s)
         receiver.close()
         assert all(right for _, right in receiver.got)
         assert most == 3
-        long = sum(seconds > 0.5 * guard_s for seconds in waited)
+        long = sum(
+            seconds > 0.5 * guard_s and num_looks > 10  # else the machine stood still, and the trainer with it
+            for seconds, num_looks in waited
+        )
         assert long <= 2 + len(receiver.got), ("two cuts before the first lease, one before each of the next", waited)
         wait_until(lambda: len(shm_of(trainer.pid)) == 2, "the third segment goes when nobody needs it")
 

@@ -236,7 +236,7 @@ def test_a_stream_that_stands_still_is_given_up_and_its_blocks_come_by_another(s
     """Two connections swallow what they are asked; the blocks come all the same."""
     hung = socket.create_server(("127.0.0.1", 0))
     transfer = served.grant()
-    reading = served.reader(transfer, stall_s=0.3)
+    reading = served.reader(transfer, stall_s=1.0)
     connect = tcp.dialled
     turn = itertools.count()
 

@@ -28,7 +28,7 @@ import weightsync
 from tests.multiproc.pull_kit import shm_of, wait_until
 from tests.multiproc.spine import TOKEN, build, cast_bytes, shard, step
 from tests.standins.processes import Child, children, free_port, run_ranks
-from tests.standins.threads import fail_starts
+from tests.standins.threads import fail_starts, logged_here
 from tests.unit.handles.sglang_kit import write_checkpoint
 from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.clients.host import RolloutClient
@@ -572,7 +572,7 @@ def test_a_failure_that_comes_back_is_said_again_where_versions_come_faster_than
     monkeypatch.setattr(told._service, "call", status)
     monkeypatch.setattr(told._service, "notify_version", notify)
     told._run()
-    assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
+    assert [each.getMessage().partition(": ")[2] for each in logged_here(caplog)] == [
         "what was published is not served there: e: EngineUnreachableError: nobody there"
     ] * 2
 

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 
 from tests.multiproc.pull_kit import MODEL, SPARSE, content, is_right, run_of
 from weightsync.clients import store as clients
@@ -93,6 +94,17 @@ def taken_over(number: int, *, base: int) -> Taken:
     return dataclasses.replace(taken(number), fulls=None, deltas=(tuple(each[0][0] for each in links if each),))
 
 
+_begun: list[Writing] = []
+
+
+@pytest.fixture(autouse=True)
+def writers_end() -> Iterator[None]:
+    """A writer ends with its test: it would renew its claim beside every test that follows."""
+    yield
+    while _begun:
+        _begun.pop().stand_still()
+
+
 class Writing:
     """A writer of a place, from its claim on."""
 
@@ -111,13 +123,15 @@ class Writing:
         self.store = store
         self.claim = ClaimKeeper(store, run_id=run_of(seed), takeover_s=takeover_s)
         self.claim.acquire(ended=threading.Event())
+        _begun.append(self)
         self.writer = ChainWriter(store, self.claim, signer=signer, **options)  # type: ignore[arg-type]
         self.writer.begin(deadline=Deadline(20))
 
     def stand_still(self) -> None:
         """As its process would that was killed, or stopped."""
         self.claim._ended.set()
-        self.claim._thread.join()
+        self.claim._thread.join(20)
+        assert not self.claim._thread.is_alive(), "it renews its claim on"
 
     def write(self, number: int) -> None:
         """The next version: a delta from the last one where it may be."""

@@ -1,10 +1,16 @@
-"""Threads that can't be started, by name: the others of the process go on."""
+"""The test's own threads beside others of its process, which go on: what they log; some that can't be started."""
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
+
+
+def logged_here(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """What this thread has logged: one that another test has left may still write."""
+    return [record for record in caplog.records if record.thread == threading.get_ident()]
 
 
 def fail_starts(patched: pytest.MonkeyPatch, *names: str, times: int | None = None) -> list[str]:

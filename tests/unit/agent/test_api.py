@@ -193,7 +193,8 @@ def test_each_version_is_logged_in_one_line(beside: Beside, caplog: pytest.LogCa
     caplog.set_level("INFO", logger="weightsync")
     beside.publish(3)
     assert beside.told() == ("published", 3)
-    (line,) = [record.getMessage() for record in caplog.records if "published" in record.getMessage()]
+    told = [each.getMessage() for each in caplog.records if each.name.startswith("weightsync.agent")]
+    (line,) = [each for each in told if "published" in each]
     assert line.startswith("version run/3 is published: 1120 bytes, proved in ")
 
 

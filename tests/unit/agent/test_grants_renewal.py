@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.multiproc.pull_kit import wait_until
+from tests.standins.clock import StandingClock
 from tests.unit.agent.test_api import TOKEN, Beside
 from weightsync.agent import api as agent_module
 from weightsync.clients.agent import AgentClient
@@ -17,7 +17,7 @@ from weightsync.host import renewal
 from weightsync.host.puller import Puller
 from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import Reader, is_read
-from weightsync.transfer import granted
+from weightsync.transfer import granted, tcp_server
 from weightsync.types import Deadline, Version
 from weightsync.types.transfer_messages import FinishRequest, RegisterRequest, RenewRequest, TransferRequest, Transport
 
@@ -25,7 +25,13 @@ TAKE_UP_S = 2.0
 
 
 @pytest.fixture
-def beside() -> Iterator[Beside]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> StandingClock:
+    """By which grants end; it stands where a busy machine would let seconds pass between two lines."""
+    return StandingClock(monkeypatch, granted, tcp_server)
+
+
+@pytest.fixture
+def beside(clock: StandingClock) -> Iterator[Beside]:
     with contextlib.closing(Beside(take_up_s=TAKE_UP_S)) as there:
         there.publish(1)
         assert there.told() == ("published", 1)
@@ -53,21 +59,43 @@ def pulled(
         puller.close()
 
 
-def test_a_receiver_that_is_long_at_work_keeps_its_grant(beside: Beside) -> None:
+def test_a_receiver_that_is_long_at_work_keeps_its_grant(
+    beside: Beside, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seen to fail: it lost every grant, until its deadline, where it had more to do than `take_up_s` allowed."""
     errors: list[WeightSyncError] = []
-    with pulled(beside, lambda _: threading.Event().wait(2 * TAKE_UP_S) and None, errors, 30) as got:
+    renewed: list[float] = []
+    renew = granted.IdleClock.renew
+
+    def noted(idle: granted.IdleClock) -> bool:
+        at_s = clock.now_s
+        done = renew(idle)
+        renewed.append(at_s)
+        return done
+
+    def at_work(_: Version) -> None:
+        for _ in range(3):
+            clock.now_s += 0.9 * TAKE_UP_S
+            wait_until(lambda: clock.now_s in renewed, "it is renewed")
+            wait_until(clock.acted("weightsync-sweeper"), "it would be over otherwise")
+
+    monkeypatch.setattr(granted.IdleClock, "renew", noted)
+    monkeypatch.setattr(renewal, "_EVERY_S", 0.02)
+    with pulled(beside, at_work, errors, 30) as got:
         assert got.num_attempts == 1
     assert errors == []
 
 
-def test_one_that_says_nothing_loses_it_and_is_told_why(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_says_nothing_loses_it_and_is_told_why(
+    beside: Beside, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seen to fail: "superseded, most likely"."""
     errors: list[WeightSyncError] = []
     segment = beside.segments[0].name
 
     def at_work(_: Version) -> None:
         if not errors:
+            clock.now_s += TAKE_UP_S + 0.1
             wait_until(lambda: not is_read(segment, Reader.SENT), "the grant is over")
 
     with monkeypatch.context() as patched:
@@ -115,13 +143,16 @@ def test_a_renewal_keeps_no_segment_from_the_trainer(beside: Beside, client: Age
         client.renew_transfer(RenewRequest(transfer_id=transfer_id))
 
 
-def test_renewals_end(beside: Beside, client: AgentClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renewals_end(
+    beside: Beside, client: AgentClient, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(granted, "RENEWABLE_S", 0.3)
     transfer_id = granted_id(client)
     segment = beside.segments[0].name
     said: list[str] = []
 
     def renewed() -> bool:
+        clock.now_s += 0.1
         try:
             client.renew_transfer(RenewRequest(transfer_id=transfer_id))
         except TransferAbortedError as error:

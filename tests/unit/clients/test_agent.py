@@ -121,8 +121,8 @@ def test_a_byte_now_and_then_costs_the_timeout_and_no_more(begin: bytes) -> None
 
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceededError, match="get_version"):
-        asked(drip, timeout_s=0.4)
-    assert 0.3 < time.monotonic() - started_s < 10
+        asked(drip, timeout_s=1.0)
+    assert 0.9 < time.monotonic() - started_s < 10
     over.set()
 
 

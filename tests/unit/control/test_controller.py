@@ -801,11 +801,13 @@ def test_a_late_word_of_another_validation_ends_none(made: Make) -> None:
 def test_a_callback_that_fails_late_ends_no_other_validation() -> None:
     """Seen red: it had ended its own, and the next one ended with its error."""
     begun: list[ValidationRun] = []
+    first: list[threading.Thread] = []
     go = threading.Event()
 
     def validates(tag: str, validation: ValidationRun) -> None:
         begun.append(validation)
         if len(begun) == 1:
+            first.append(threading.current_thread())
             controller.end_validate(tag, {"reward": 1.0})
             assert go.wait(LONG_S)
             raise RuntimeError("as told")
@@ -817,8 +819,7 @@ def test_a_callback_that_fails_late_ends_no_other_validation() -> None:
     controller.train_worker_notify_weight_update("w", "default", "r", 2)
     until(lambda: len(begun) == 2, "version 2 is validated")
     go.set()
-    name = "weightsync-sync-default"
-    until(lambda: name not in [each.name for each in threading.enumerate()], "it has failed")
+    until(lambda: not first[0].is_alive(), "it has failed")
     assert controller.rollout_service_state("default").waiting_for_validation == begun[1]
     controller.close()
 

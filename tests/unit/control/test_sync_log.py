@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from tests.standins.threads import logged_here
 from weightsync.control.sync_log import SyncLog
 from weightsync.errors import NoEnginesError, StateError
 from weightsync.types import Version
@@ -19,7 +20,7 @@ def awaited(whom: str) -> NoEnginesError:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     """Level and words of each line since the last look."""
-    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    found = [(record.levelname, record.getMessage()) for record in logged_here(caplog)]
     caplog.clear()
     return found
 

@@ -285,7 +285,7 @@ def test_a_pause_that_was_released_meanwhile_takes_nothing_from_the_next_one() -
     gate = ServingGate()
     running = gate.generation()
     running.__enter__()
-    first = in_thread(lambda: gate.pause("a", timeout_s=2, lease_s=30), name="a")
+    first = in_thread(lambda: gate.pause("a", timeout_s=10, lease_s=30), name="a")
     while gate.serving:
         time.sleep(0.001)
     gate.release("a")

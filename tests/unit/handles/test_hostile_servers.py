@@ -219,14 +219,14 @@ def test_a_password_in_a_url_is_refused_and_not_shown(name: str) -> None:
 def test_a_host_of_several_addresses_is_tried_within_one_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them answers, not even with a refusal. Seen red: each address had that time of its own."""
     look_up = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: look_up(*asked, **more) * 8)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: look_up(*asked, **more) * 40)
     with deaf_server() as deaf:
         mute = (socket.AF_INET, socket.SOCK_STREAM, 6, "", deaf.getsockname())
         client = AgentClient(f"http://127.0.0.1:{deaf.getsockname()[1]}", token=TOKEN)
         started = time.monotonic()
         with pytest.raises(WeightSyncError):
             client.get_version(timeout_s=TIMEOUT_S)
-        assert time.monotonic() - started < 4 * TIMEOUT_S
+        assert time.monotonic() - started < 20 * TIMEOUT_S
         with answering(lambda raw: raw.sendall(b"HTTP/1.1 500 Oops\r\nContent-Length: 0\r\n\r\n")) as (url, heard):
             monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: [mute, *look_up(*asked, **more)])
             with pytest.raises(EngineError, match="status 500"):

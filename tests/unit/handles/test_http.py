@@ -300,8 +300,8 @@ def test_an_engine_that_never_answers_costs_the_timeout_and_no_more() -> None:
     with raw_server(until_closed) as url:
         started = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="describe") as caught:
-            describe(url, timeout_s=0.3)
-        assert 0.25 < time.monotonic() - started < 10
+            describe(url, timeout_s=1.0)
+        assert 0.95 < time.monotonic() - started < 10
     assert caught.value.peer == "e"
 
 

@@ -68,7 +68,7 @@ def test_a_load_that_was_given_up_notes_nothing_when_it_ends(monkeypatch: pytest
     slow = Engine("slow")
     slow.holds[EngineOp.RESUME] = threading.Event()
     group = group_of(slow)
-    report = group.load(staged(), Deadline(1.5))
+    report = group.load(staged(), Deadline(4.0))
     assert "has not let go" in report.errors["slow"]
     assert group.served() == {"slow": None}
     (holder,) = group.holders()
@@ -111,7 +111,7 @@ def test_an_engine_that_can_have_no_thread_keeps_no_other_waiting(monkeypatch: p
     monkeypatch.setattr(engine_group, "in_thread", thread)
     changed = threading.Condition()
     group = group_of(Engine("one"), Engine("two"), gate=CommitGate(changed, changed.notify_all))
-    errors = group.load(staged(), Deadline(2.0)).errors
+    errors = group.load(staged(), Deadline(LONG_S)).errors
     assert errors.keys() == {"one", "two"}
     assert "TransferAbortedError: it was not committed: engine two: can't start new thread" in errors["one"]
 
@@ -154,7 +154,7 @@ def test_an_error_that_was_logged_is_not_logged_in_full_again(caplog: pytest.Log
     group = group_of(dead)
     for _ in range(3):
         group.load(staged(), Deadline(LONG_S))
-    said = [each for each in caplog.messages if "was not loaded" in each]
+    said = [each for each in caplog.messages if each.startswith("engine dead: ") and "was not loaded" in each]
     assert [each.endswith("the same EngineUnreachableError as before") for each in said] == [False, True, True]
     dead.dead = False
     group.load(staged(), Deadline(LONG_S))
@@ -162,7 +162,7 @@ def test_an_error_that_was_logged_is_not_logged_in_full_again(caplog: pytest.Log
     dead.dead, dead.version = True, None
     group._engines[0].served = None
     group.load(staged(), Deadline(LONG_S))
-    assert "as before" not in caplog.messages[-1]
+    assert "as before" not in [each for each in caplog.messages if each.startswith("engine dead: ")][-1]
 
 
 def test_an_engine_with_another_checksum_is_loaded_again() -> None:
@@ -200,7 +200,8 @@ def test_an_engine_that_has_not_started_is_waited_for_and_has_not_failed(
         assert errors == group.gone() == {url: errors[url]}
         assert group.standing(errors) == errors
         assert errors[url].startswith(f"{NOT_STARTED}: EngineUnreachableError: can't connect to {url}")
-        (said,) = caplog.messages
+        own = (threading.current_thread().name, f"weightsync-load-{url}")  # another test's threads may still write
+        (said,) = [record.getMessage() for record in caplog.records if record.threadName in own]
         assert said.startswith(f"waits for engine {url} to start: can't connect")
         assert 'weightsync_syncs_total{outcome="failed"} 0.0' in metrics.render().decode()
         group._engines[0].update.has_answered = True

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.standins.threads import logged_here
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.host.engine_update import EngineUpdate
 from weightsync.load.module import ModuleWeightLoader
@@ -26,5 +27,5 @@ def test_an_engine_that_looks_at_no_lease_is_warned_of_once(
         update = EngineUpdate(engine, "m", leased=leased)
         for _ in range(3):
             assert update.describe(timeout_s=10).leased is looks
-        said = [each.getMessage() for each in caplog.records if "looks at no lease" in each.getMessage()]
+        said = [each.getMessage() for each in logged_here(caplog) if "looks at no lease" in each.getMessage()]
         assert len(said) == (leased and not looks)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.standins.threads import logged_here
 from weightsync.errors import NotPublishedError, TransferAbortedError, VersionError
 from weightsync.host.adoption import Adoption
 from weightsync.host.agent_state import SHORTEST_S, WAIT_S, Claim, Target
@@ -261,7 +262,7 @@ def test_many_runs_that_are_not_taken_up_are_one_line_of_the_log(caplog: pytest.
         model.claims(1, f"false-{number}")
     model.hears(says(3), in_s=1.0)
     model.hears(says(3), in_s=TIMEOUT_S)
-    assert len([line for line in caplog.records if "not taken up" in line.message]) <= 1
+    assert len([line for line in logged_here(caplog) if "not taken up" in line.message]) <= 1
 
 
 def test_claims_of_one_agent_are_bounded_and_another_one_s_stay() -> None:
@@ -488,11 +489,12 @@ def test_what_answers_where_a_trainer_has_ended_and_is_no_good_is_a_failure(capl
     model = following(ONE, poll_s=5.0)
     model.hears(msgspec.structs.replace(says(3), ending=True))
     model.hears(None, in_s=1.0)
-    assert (model.run.ended, caplog.messages) == ((ONE,), [])
+    assert (model.run.ended, logged_here(caplog)) == ((ONE,), [])
     for _ in range(3):
         model.run.not_heard(ONE, "AuthError: the token is another one")
     assert (model.run.ended, set(model.run.errors)) == ((), {ONE})
-    assert [each for each in caplog.messages if "AuthError" in each] == caplog.messages[-1:]
+    said = [record.getMessage() for record in logged_here(caplog)]
+    assert [each for each in said if "AuthError" in each] == said[-1:]
 
 
 def test_one_that_a_pull_failed_at_gives_way_until_a_pull_from_it_succeeds() -> None:
@@ -683,7 +685,7 @@ def test_two_trainers_behind_one_address_are_asked_now_and_then(caplog: pytest.L
     model = Model(ONE, poll_s=5.0)
     times = asks(model, (says(1, run) for run in itertools.cycle(["a", "b"])), 100.0)
     assert len(times) <= 4 + 1 + 100 / 5.0
-    warned = [record.getMessage() for record in caplog.records if "one run after another" in record.getMessage()]
+    warned = [record.getMessage() for record in logged_here(caplog) if "one run after another" in record.getMessage()]
     assert len(warned) == 1
     assert ONE in warned[0]
 

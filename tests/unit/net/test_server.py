@@ -43,6 +43,9 @@ def app() -> Api:
     def slow() -> dict[str, bool]:
         return {"in the loop": threading.current_thread().name == "weightsync-http"}
 
+    async def thread() -> dict[str, int]:
+        return {"ident": threading.get_ident()}
+
     async def fail(request: Request) -> Response:
         raise LoadError("it broke", parameter="w", version="r/1")
 
@@ -54,6 +57,7 @@ def app() -> Api:
     made.answer("POST", "/object", Answers())
     made.answer("POST", "/partial", functools.partial(Answers()))
     made.answer("GET", "/slow", slow)
+    made.answer("GET", "/thread", thread)
     made.answer("POST", "/fail", fail)
     made.answer("POST", "/crash", crash)
     return made
@@ -321,4 +325,6 @@ def test_a_body_that_breaks_off_in_its_framing_is_a_typed_400(
                 answer += more
     assert answer.startswith(b"HTTP/1.1 400")
     assert (b'"error": ' in answer) == (method != "HEAD")
-    assert not [record for record in caplog.records if record.exc_info]
+    with client(guarded) as http:
+        servers = http.get("/thread").json()["ident"]
+    assert not [record for record in caplog.records if record.exc_info and record.thread == servers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import multiprocessing
 import os
 import stat
@@ -109,8 +110,10 @@ def test_a_reader_never_sees_half(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=read)
     thread.start()
-    for _ in range(20):
+    for number in itertools.count(1):
         store.put_large("x", bytes(1 << 20), deadline=Deadline(5))
+        if number >= 20 and (sizes or not thread.is_alive()):  # it has had a turn
+            break
     ended.set()
     thread.join(10)
     assert sizes == {1 << 20}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.standins.threads import logged_here
 from weightsync.errors import InvalidRequestError, TransferError
 from weightsync.observe import Recorder, now_s, paused_s, pauses, phases_s
 from weightsync.observe.events import _size_bytes
@@ -102,7 +103,7 @@ def test_a_failing_subscriber_breaks_nothing_and_is_logged_once(caplog: pytest.L
                 pass
     assert seen == ["extract"] * 3
     assert len(recorder.records()) == 3
-    (said,) = [each.getMessage() for each in caplog.records if each.name.startswith("weightsync")]
+    (said,) = [each.getMessage() for each in logged_here(caplog) if each.name.startswith("weightsync")]
     assert "trainer" in said
 
 

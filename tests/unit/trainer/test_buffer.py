@@ -23,8 +23,9 @@ from weightsync.trainer.buffer import PublicationBuffer, WriteTurn
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of this test alone."""
+    """A folder of this test alone; its thread looks at segments by itself only where the test says how often."""
     monkeypatch.setattr(folder, "_path", str(tmp_path))
+    monkeypatch.setattr(spare, "_TEND_EVERY_S", 3600.0)
     yield tmp_path
     assert os.listdir(tmp_path) == []
 

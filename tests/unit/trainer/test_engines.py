@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
+from tests.standins.threads import logged_here
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import EngineUnreachableError, NoEnginesError, SyncFailedError, WeightSyncError, error_from_dict
 from weightsync.handles.fanout import EngineFanout
@@ -41,7 +42,7 @@ def joined(*engines: EngineHandle) -> JoinedEngines:
 
 def failed(engines: JoinedEngines, *, require_all: bool = False) -> WeightSyncError:
     with pytest.raises(WeightSyncError) as caught:
-        engines.ready(Deadline(0.3), run_id="run", require_all=require_all)
+        engines.ready(Deadline(1.0), run_id="run", require_all=require_all)
     return caught.value
 
 
@@ -95,7 +96,7 @@ def test_who_takes_an_engine_over_is_told_from_whom(caplog: pytest.LogCaptureFix
         first.ready(Deadline(30.0), run_id="one", require_all=True)
     second.close()
     third.ready(Deadline(30.0), run_id="three", require_all=True)
-    said = [record.getMessage() for record in caplog.records if "taken over" in record.getMessage()]
+    said = [record.getMessage() for record in logged_here(caplog) if "taken over" in record.getMessage()]
     assert said == ["e was taken over from run one, which has not said that it ended"]
     third.close()
     first.group.leave()
@@ -118,7 +119,7 @@ def test_an_engine_that_is_back_is_told(caplog: pytest.LogCaptureFixture) -> Non
     engines = joined(stays, away)
     for away.is_away in (True, True, False, False):
         engines.ready(Deadline(30.0), run_id="one", require_all=False)
-    said = [record.getMessage() for record in caplog.records if "engine away" in record.getMessage()]
+    said = [record.getMessage() for record in logged_here(caplog) if "engine away" in record.getMessage()]
     assert len(said) == 2
     assert said[0].startswith("syncing without engine away: ")
     assert said[1] == "engine away takes part again"

@@ -25,6 +25,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.testing.contracts import WeightTransferContract, bytes_of
+from weightsync.transfer import window
 from weightsync.transfer.base import init_requests
 from weightsync.transfer.broadcast import BroadcastTransferReceiver, BroadcastTransferSender, BroadcastTransferStrategy
 from weightsync.transfer.group import join_group, open_store
@@ -147,9 +148,9 @@ def test_a_failed_receive_gives_its_bucket_back() -> None:
     group.error = TransferError("lost")
     for _ in range(3):
         with pytest.raises(TransferError):
-            end.receive_weights(request(0), deadline=Deadline(1))
+            end.receive_weights(request(0), deadline=Deadline(30))
     group.error = None
-    end.receive_weights(request(0), deadline=Deadline(1))
+    end.receive_weights(request(0), deadline=Deadline(30))
 
 
 def test_what_a_broken_group_writes_late_reaches_no_bucket_that_is_used() -> None:
@@ -163,9 +164,9 @@ def test_what_a_broken_group_writes_late_reaches_no_bucket_that_is_used() -> Non
 
     whole, group.broadcast = group.broadcast, break_off  # type: ignore[method-assign]
     with pytest.raises(TransferError):
-        end.receive_weights(request(0), deadline=Deadline(1))
+        end.receive_weights(request(0), deadline=Deadline(30))
     group.broadcast = whole  # type: ignore[method-assign]
-    (update,) = end.receive_weights(request(0), deadline=Deadline(1))
+    (update,) = end.receive_weights(request(0), deadline=Deadline(30))
     written_late[0].fill_(77)
     assert bytes(update.tensor.numpy()) == bytes(range(8))
 
@@ -237,6 +238,8 @@ def test_a_chunk_is_let_go_of_once_it_is_packed() -> None:
             del made
 
     sending = in_thread(lambda: end.send_chunks(source(), client, session="s", deadline=Deadline(10)), name="send")
+    while len(client.answers) < 2:
+        time.sleep(0.001)
     assert not third.wait(0.2), "the third is not asked for while two are not loaded"
     assert len(client.announced) == 2
     for number in range(4):
@@ -267,7 +270,8 @@ def test_the_third_chunk_waits_for_the_first_not_for_the_second() -> None:
     assert sending.result(5) == 3
 
 
-def test_an_engines_words_are_preferred_to_the_broken_connection() -> None:
+def test_an_engines_words_are_preferred_to_the_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "_WORDS_GRACE_S", 60.0)
     end, group, client = sender()
     client.at_once = False
     group.error = TransferError("a member left")

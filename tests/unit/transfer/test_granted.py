@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from weightsync.errors import StateError, TransferAbortedError, VersionError
+from tests.standins.clock import StandingClock
+from weightsync.errors import StateError, VersionError
 from weightsync.memory import Lock, Reader, Segment, folder, is_read
 from weightsync.transfer import granted, tcp_server
 from weightsync.transfer.granted import Transfer
@@ -68,6 +69,12 @@ class Served:
             segment.close()
 
 
+@pytest.fixture
+def clock(served: Served, monkeypatch: pytest.MonkeyPatch) -> StandingClock:
+    """By which transfers end; it stands where a busy machine would let seconds pass between two lines."""
+    return StandingClock(monkeypatch, granted, tcp_server)
+
+
 def version(number: int) -> Version:
     return Version(run_id="run", number=number)
 
@@ -91,7 +98,7 @@ def wait_until(condition: Any) -> None:
 
 
 def test_a_grant_needs_no_thread_and_ends_when_nobody_takes_it_up(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, clock: StandingClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen to fail: a Timer a transfer, which could not be started, and the segment was locked for ever."""
 
@@ -110,9 +117,11 @@ def test_a_grant_needs_no_thread_and_ends_when_nobody_takes_it_up(
             ends = socket.socketpair()
             assert transfer.attach(ends[0])
             unread = served.grant(1, "another", take_up_s=1.0)
+            clock.now_s += 1.1
             wait_until(lambda: unread.over)
             assert not transfer.over, "it is read"
             transfer.detach(ends[0])
+            clock.now_s += 1.1
             for end in ends:
                 end.close()
     wait_until(lambda: not served.read_for(0) and not served.server.num_transfers and len(served.ended) == 2)
@@ -292,11 +301,12 @@ def test_only_one_version_at_a_time_is_leased(served: Served) -> None:
     assert not served.grant(3, "a", lease_s=None).leased, "the agent says that there must be none"
 
 
-def test_a_lease_ends_when_nobody_reads_or_when_it_has_lasted_too_long(served: Served) -> None:
+def test_a_lease_ends_when_nobody_reads_or_when_it_has_lasted_too_long(served: Served, clock: StandingClock) -> None:
     for number in (0, 1):
         cut(served, number)
     leased = served.grant(2, take_up_s=0.1)
     assert leased.leased
+    clock.now_s += 0.2
     wait_until(lambda: leased.over and not served.read_for(2))
     assert not served.grant(2).leased, "it had its time"
     for _ in range(2):
@@ -306,6 +316,7 @@ def test_a_lease_ends_when_nobody_reads_or_when_it_has_lasted_too_long(served: S
     assert leased.leased
     ends = socket.socketpair()
     assert leased.attach(ends[0])
+    clock.now_s += 1.1
     wait_until(lambda: leased.over)
     assert ends[1].recv(1) == b"", "though it was being read"
     leased.detach(ends[0])
@@ -313,7 +324,7 @@ def test_a_lease_ends_when_nobody_reads_or_when_it_has_lasted_too_long(served: S
         end.close()
 
 
-def test_what_was_granted_together_waits_for_its_turn(served: Served) -> None:
+def test_what_was_granted_together_waits_for_its_turn(served: Served, clock: StandingClock) -> None:
     """A chain's deltas are read one after the other. Seen to fail: the last one had run out when its turn came, every
     time, and the pull never ended."""
     first = served.grant(0, take_up_s=1.0)
@@ -321,9 +332,11 @@ def test_what_was_granted_together_waits_for_its_turn(served: Served) -> None:
     alone = served.grant(2, "another", take_up_s=1.0)
     ends = socket.socketpair()
     assert first.attach(ends[0])
+    clock.now_s += 1.1
     wait_until(lambda: alone.over)
     assert not second.over, "granted before the other, for as long"
     first.detach(ends[0])
+    clock.now_s += 1.1
     wait_until(lambda: first.over and second.over)
     for end in ends:
         end.close()
@@ -353,37 +366,34 @@ def test_a_crowd_of_transfers_is_refused_and_a_receivers_own_counts_once(
 # --- renewals ---
 
 
-def test_what_was_granted_together_is_renewed_together(served: Served) -> None:
+def test_what_was_granted_together_is_renewed_together(served: Served, clock: StandingClock) -> None:
     first = served.grant(0, take_up_s=2.0)
     second = served.grant(1, take_up_s=2.0, beside=(first,))
     alone = served.grant(2, "another", take_up_s=2.0)
-
-    def renewed_until_the_other_is_over() -> bool:
-        served.server.renew(first.id)
-        return alone.over
-
-    wait_until(renewed_until_the_other_is_over)
+    clock.now_s += 1.5
+    served.server.renew(first.id)
+    clock.now_s += 1.5
+    wait_until(lambda: alone.over)
     assert not first.over
     assert not second.over
+    clock.now_s += 1.5
     wait_until(lambda: first.over and second.over)
     assert "neither read nor renewed" in served.server.why_over(second.id)
 
 
-def test_a_lease_ends_though_it_is_renewed(served: Served) -> None:
+def test_a_lease_ends_though_it_is_renewed(served: Served, clock: StandingClock) -> None:
     """Seen as an attack: a receiver that reads nothing holds a trainer's third segment for ever."""
     for number in (0, 1):
         served.grant(number)
         assert served.server.reset(keep=version(number + 1)) == 1
-    begun_s = time.monotonic()
     leased = served.grant(2, take_up_s=2.0, lease_s=2.5)
     assert leased.leased
-
-    def over() -> bool:
-        with contextlib.suppress(TransferAbortedError):
-            served.server.renew(leased.id)
-        return leased.over
-
-    wait_until(over)
-    assert 2.4 <= time.monotonic() - begun_s < 10.0
+    for _ in range(2):
+        clock.now_s += 1.2
+        wait_until(clock.acted("weightsync-sweeper"))
+        served.server.renew(leased.id)
+    assert not leased.over
+    clock.now_s += 0.2
+    wait_until(lambda: leased.over)
     wait_until(lambda: "its lease on the version is over" in served.server.why_over(leased.id))
     assert not served.read_for(2)

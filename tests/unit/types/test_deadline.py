@@ -11,8 +11,8 @@ from weightsync.types import Deadline
 
 
 def test_waits_that_share_a_deadline_do_not_add_up() -> None:
+    assert 0 < Deadline(30).check("a start") <= 30
     deadline = Deadline(0.05)
-    assert 0 < deadline.check("a start") <= 0.05
     threading.Event().wait(deadline.remaining_s)
     while not deadline.expired:
         pass

@@ -229,7 +229,7 @@ def test_it_refuses_when_the_service_was_stopped(serve: Callable[..., Engine], l
 def test_a_request_waits_while_a_set_is_being_committed(engine: Engine, lease: ServingLease) -> None:
     """Many wait, and hold up nothing else."""
     lease.hold(boot_s() + 20)
-    waiting = [in_thread(lambda: httpx.post(f"{engine.url}/v1/completions", timeout=20.0), name="w") for _ in range(20)]
+    waiting = [in_thread(lambda: engine.http.post("/v1/completions", timeout=20.0), name="w") for _ in range(20)]
     engine.when_come(20)
     assert engine.http.get("/health").status_code == 200
     assert not any(each.done() for each in waiting)

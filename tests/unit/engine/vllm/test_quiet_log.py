@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from tests.standins.threads import logged_here
 from weightsync.engine.vllm.quiet_log import keep_told_states_out
 from weightsync.errors import StateError
 from weightsync.handles.vllm_messages import VllmState, error_text, other_state
@@ -25,4 +26,4 @@ def test_a_told_state_is_not_logged_and_an_error_is(caplog: pytest.LogCaptureFix
             except RuntimeError as error:
                 logger.exception("%s", str(error)[:60])
         logger.error("without an exception: %s", told)
-    assert [record.message[:11] for record in caplog.records] == ["Call to col", "Call to col", "without an "]
+    assert [record.message[:11] for record in logged_here(caplog)] == ["Call to col", "Call to col", "without an "]
