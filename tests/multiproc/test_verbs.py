@@ -48,6 +48,7 @@ from weightsync.errors import (
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.tensors import byte_array
 from weightsync.trainer import notifier
+from weightsync.trainer.fleet_failures import failures_of
 from weightsync.trainer.offload_steps import OffloadSteps
 from weightsync.types import Version
 from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState
@@ -600,15 +601,15 @@ def test_a_trainer_is_told_of_instances_that_have_its_model_and_of_three_at_most
 def test_an_instance_that_only_joins_has_not_failed() -> None:
     joins = InstanceStatus(instance_id="a", url="http://h", state="joining", why="it waits until a sync has ended")
     fails = InstanceStatus(instance_id="b", url="http://h", state="live", why="m: e: it has no room", failed=True)
-    assert notifier._failures_of((joins, fails), None, all_of_them=False) == {"b": "m: e: it has no room"}
-    assert list(notifier._failures_of((joins, fails), None, all_of_them=True)) == ["a", "b"]
+    assert failures_of((joins, fails), None, all_of_them=False) == {"b": "m: e: it has no room"}
+    assert list(failures_of((joins, fails), None, all_of_them=True)) == ["a", "b"]
     sync = "SyncFailedError: 1 of 2 instances failed: b: LoadError: m: e: it has no room"
-    assert list(notifier._failures_of((joins, fails), sync, all_of_them=False)) == ["b"], "seen red: it was said twice"
-    assert list(notifier._failures_of((joins, fails), "NoEnginesError: cut", all_of_them=False)) == ["", "b"]
+    assert list(failures_of((joins, fails), sync, all_of_them=False)) == ["b"], "seen red: it was said twice"
+    assert list(failures_of((joins, fails), "NoEnginesError: cut", all_of_them=False)) == ["", "b"]
     more = "SyncFailedError: 2 of 3 instances failed: b: LoadError: m: e: it has no room; c: LoadError: m: e: cut"
-    assert list(notifier._failures_of((joins, fails), more, all_of_them=False)) == ["", "b"], "c is told nowhere else"
+    assert list(failures_of((joins, fails), more, all_of_them=False)) == ["", "b"], "c is told nowhere else"
     wordless = InstanceStatus(instance_id="b", url="http://h", state="live", why="m: AssertionError: ", failed=True)
-    assert list(notifier._failures_of((wordless,), sync, all_of_them=False)) == ["", "b"]
+    assert list(failures_of((wordless,), sync, all_of_them=False)) == ["", "b"]
 
 
 # --- the command ---

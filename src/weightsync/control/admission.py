@@ -43,6 +43,14 @@ class Admission:
                 return "it waits until a sync has ended"
         return None
 
+    def why(self, known: Instance, now: float, late_s: float) -> str | None:
+        """Why it takes no part, or is about to; one that was not heard for `late_s` is silent."""
+        silent_s = now - known.heard_s
+        held = self.held_up(known, now) if known.state == "joining" else None
+        silent = f"not heard for {silent_s:.1f} s" if silent_s > late_s else None
+        left = f"it was left out: {known.why}" if held and known.why else known.why
+        return "; ".join(filter(None, (silent, held, left))) or None
+
     def behind(self, known: Instance) -> str | None:
         """Why it may not answer with what it serves; None: it may."""
         exact = True

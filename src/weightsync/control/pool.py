@@ -117,8 +117,9 @@ class RolloutPool:
                 beat = msgspec.structs.replace(beat, whole=True)
             was, awaited = known.serves(), bool(known.awaits)
             known.beat, known.heard_s = beat, now
-            if now < self._learning.until_s and known.goes_on:  # all of these are over before anything is decided here
+            if not known.takes_part:  # whoever has lent it that
                 known.lease_end_s = max(known.lease_end_s, now + beat.left_s)
+            if now < self._learning.until_s and known.goes_on:  # it is over before anything is decided here
                 self._learning.until_s = max(self._learning.until_s, known.lease_end_s)
             heard = [each.beat for each in self._instances.values() if self._is_fresh(each, now)]
             goals = dict(self._goals.current)
@@ -181,12 +182,14 @@ class RolloutPool:
         if known.takes_part:
             admitted, known.fresh = known.fresh or (known.torn and not self._syncs), False
             known.state = "live"
-            known.lease_end_s = now + self.lease_s
+            known.lease_end_s = max(known.lease_end_s, now + self.lease_s)
             every_s = every_s if known.let_in is None else min(every_s, _SOON_S)
             return HeartbeatReply(state="live", lease_s=self.lease_s, every_s=every_s, admitted=admitted)
         if now < self._learning.until_s and known.goes_on:
             left_s, every_s = known.lease_end_s - now, min(every_s, 1.0, self._learning.until_s - now + _LOOK_S)
-            return HeartbeatReply(state="joining", lease_s=left_s, every_s=every_s, why=self._why(known, now))
+            return HeartbeatReply(
+                state="joining", lease_s=left_s, every_s=every_s, why=self._admission.why(known, now, self._late_s)
+            )
         if not known.beat.leased:  # this answer may be lost on its way, but what it has is no lease
             known.lease_end_s = min(known.lease_end_s, now)
         wanted = self._goals.tell(known.beat.instance_id, models, self._syncs)
@@ -198,12 +201,7 @@ class RolloutPool:
         )  # fmt: skip
 
     def _why(self, known: Instance, now: float) -> str | None:
-        """Why it takes no part, or is about to."""
-        silent_s = now - known.heard_s
-        held = self._admission.held_up(known, now) if known.state == "joining" else None
-        silent = f"not heard for {silent_s:.1f} s" if silent_s > self._late_s else None
-        left = f"it was left out: {known.why}" if held and known.why else known.why
-        return "; ".join(filter(None, (silent, held, left))) or None
+        return self._admission.why(known, now, self._late_s)
 
     def _let_in(self, now: float) -> None:
         """Who was heard not long ago, and may come in by now. Its next heartbeat is lent a lease."""
@@ -211,7 +209,7 @@ class RolloutPool:
             heard = each.state == "joining" and now - each.heard_s < self.lease_s / 2
             if heard and self._admission.held_up(each, now) is None:
                 self._come_in(each)
-                each.lease_end_s = now + self.lease_s
+                each.lease_end_s = max(each.lease_end_s, now + self.lease_s)
 
     def _come_in(self, known: Instance) -> None:
         known.state, known.why, known.fresh, known.let_in = "live", None, True, known.serves()
@@ -338,8 +336,11 @@ class RolloutPool:
             return tuple(name for name in having if not self.fenced(name))
 
     def wait_fenced(self, instance_ids: Sequence[str]) -> None:
-        """Until none of these answers with what it was evicted with: at most `lease_s`."""
-        self._wait(lambda: all(self.fenced(each) for each in instance_ids), self.lease_s + 1.0)
+        """Until none of these answers with what it was evicted with: at most the lease that it has."""
+        with self._changed:
+            ends_s = [known.lease_end_s for each in instance_ids if (known := self._instances.get(each)) is not None]
+        left_s = max([self.lease_s, *(end_s - self._clock() for end_s in ends_s)])
+        self._wait(lambda: all(self.fenced(each) for each in instance_ids), left_s + 1.0)
 
     def awaited(self, model_ids: Sequence[str]) -> str:
         """What those wait for who join with any of these models; empty: one has failed, or nobody joins."""

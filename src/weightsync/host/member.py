@@ -71,9 +71,8 @@ class FleetMember:
         self._lease = lease
         self._incarnation = uuid.uuid4().hex
         self._numbers = itertools.count(1)
-        torn = (
-            lease.torn
-        )  # what is there was lent to another life, and stays until it is over: the fleet waits for that
+        torn = lease.torn
+        lease.revoke()  # what is there was lent to another life, for weights that may be gone with it
         self._client = ControllerClient(
             config.controller, token=config.controller_token, verify=config.controller_verify
         )
@@ -241,7 +240,7 @@ class FleetMember:
                 model.engines.look()  # before the first word: who has engines that have not started is not let in
         while not self._stop.is_set():
             sent_s, commits, self._asks = boot_s(), self._num_commits, False
-            within_s = min(_HEARTBEAT_S, max(1.0, self._lease.left_s or _HEARTBEAT_S))
+            within_s = min(_HEARTBEAT_S, max(1.0, self._lease.left_s or _HEARTBEAT_S))  # later it brings no lease
             try:
                 reply = self._client.heartbeat(self._request(), timeout_s=within_s)
                 every_s = reply.every_s if self._heard(reply, sent_s, commits) else min(reply.every_s, _SOON_S)
@@ -351,8 +350,8 @@ class FleetMember:
             return False  # what is being committed was not decided by the fleet: it is told of it first
         elif reply.admitted:
             self._made_whole(commits)
-        if reply.lease_s and not kept:  # else engines may have started since they were last seen to serve something
-            self._renew(sent_s + reply.lease_s)
+        if not kept:
+            self._renew(sent_s + reply.lease_s if reply.lease_s else 0.0)
         if reply.catch_up:
             self._is_told({each.model_id: each.of for each in reply.catch_up if each.model_id in self._models})
         for each in reply.catch_up if self._num_commits == commits else ():  # else a commit that began since says more

@@ -1,7 +1,7 @@
 """Notifier: tells rollout services, or a controller, of each version, and waits for nobody until it is asked to.
 
 One thread for each of them. Who is down is logged once, and told again every few seconds and with each new version, as
-is a controller that was started again and has forgotten. One whose fleet another run has taken over is told once.
+is a controller that was started again and has forgotten.
 The services find versions without this, too, where they know an agent (`sources`): a notification only wakes them.
 """
 
@@ -31,13 +31,12 @@ from weightsync.errors import (
     NotRegisteredError,
     SyncFailedError,
     UnsupportedError,
-    VersionError,
     WeightSyncError,
 )
 from weightsync.handles.by_url import runs_at
 from weightsync.handles.fanout import in_thread
+from weightsync.trainer.fleet_failures import failures_of
 from weightsync.types import Deadline, Version
-from weightsync.types.control import InstanceStatus
 from weightsync.types.service import NotifyRequest, RegisterSenderRequest, ServiceStatus
 
 _CALL_S = 5.0
@@ -167,7 +166,9 @@ class _Told:
         self.why_not: str | None = None  # ... serve what it was told of, or be told, when it was asked last
         self._waited_for: Version | None = None  # and is served there
         self.served: Version | None = None  # when it was asked last
-        self._knows: Version | None = None  # a controller, of what a trainer has told, when it was asked last
+        self._knows: Version | None = None  # a controller, of what trainers have told, when it was asked last
+        self._known_run: str | None = None  # whose trainer has told it something last
+        self._told_again: Version | None = None  # because it knew less
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weightsync-notify", daemon=True)
 
@@ -256,12 +257,9 @@ class _Told:
             except WeightSyncError as error:
                 failed = newest
                 self._trouble(error)
-                if type(error) is VersionError:  # another run has taken over: one that forgets that must not hear of it
-                    with self._changed:
-                        self._done, failed, self._behind = newest, None, False
                 continue
             with self._changed:
-                self._done, failed = newest, None
+                self._done, self._known_run, failed = newest, newest.run_id, None
             if self._troubles is not None:
                 self._troubles = self.why_not = None
                 _logger.info("%s can be told of new versions again: it was told of %s", self.url, newest)
@@ -321,13 +319,27 @@ class _Told:
         served = _includes(self.served, self._done) or self._done == self._waited_for
         with self._changed:
             self._behind = not served
-            if not served and self._is_controller and not _includes(self._knows, self._done):
-                self._done = None  # it was started again, and is told at once
+            if not served and self._is_controller and self._has_forgotten():
+                self._done = None  # it is told at once
         reasons = "; ".join(_of(who, why) for who, why in failures.items())
         self.why_not = None if served or not reasons else reasons
         self._log_failures({} if served else failures)
         if served:
             self._failing.clear()
+
+    def _has_forgotten(self) -> bool:
+        """Whether that controller was started again: it knows less than it was told, and no trainer of another run has
+        told it anything since. A lower number may be one that was denied, too: of that it is told again once."""
+        told, knows = self._done, self._knows
+        if told is None or self._known_run != told.run_id:
+            return False
+        if knows is None:
+            return True
+        self._known_run = knows.run_id
+        if _includes(knows, told) or knows.run_id != told.run_id or told == self._told_again:
+            return False
+        self._told_again = told
+        return True
 
     def _log_failures(self, failures: Mapping[str, str]) -> None:
         """Each once: one that differs in numbers alone, as a version's, is the same."""
@@ -360,12 +372,12 @@ class _Told:
         status = self._controller.status(timeout_s=_CALL_S)
         model = status.models.get(self._model_id)
         if model is None:
-            self.served = self._knows = None
+            self.served = None
             return {}
         self.served = _version(model.run_id, model.rollout_model_version)
         self._knows = _version(model.run_id, model.train_model_version)
         mine = [each for each in status.instances if self._model_id in each.models]
-        return _failures_of(mine, model.last_error, all_of_them=all_of_them)
+        return failures_of(mine, model.last_error, all_of_them=all_of_them)
 
     def _introduce(self) -> None:
         """Makes the agents known to a service; one that knows them by its own configuration refuses."""
@@ -404,21 +416,6 @@ class _Told:
         named = runs_at(self.url, token=self._token, verify=self._verify, timeout_s=_CALL_S)
         if named is not None:
             raise ConfigError(f"{self.url} in to= is an engine: {_instead(named, self._model_id)}", peer=self.url)
-
-
-_ONE_FAILED = re.compile(r"\b1 of \d+ instances failed")
-
-
-def _failures_of(instances: Sequence[InstanceStatus], last_error: str | None, *, all_of_them: bool) -> dict[str, str]:
-    """What has failed in a fleet; nothing has of an instance that only joins, or is late. A sync that failed for
-    nothing but what an instance says itself is not said beside it."""
-    failures = {
-        each.instance_id: each.why for each in instances if each.why is not None and (each.failed or all_of_them)
-    }
-    reasons = [words for why in failures.values() if (words := why.rsplit("Error: ", 1)[-1].partition(" [")[0])]
-    if last_error is None or (_ONE_FAILED.search(last_error) and any(words in last_error for words in reasons)):
-        return failures
-    return {"": last_error, **failures}
 
 
 def _version(run_id: str | None, number: int | None) -> Version | None:

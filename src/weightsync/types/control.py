@@ -259,10 +259,11 @@ class InstanceStatus(Message, frozen=True, kw_only=True):
     failed: bool = False
 
     def may_answer(self, model_tag: str) -> bool:
-        """Whether it takes part and has that model, on engines that answer: on others it says no version of it. Before
-        the first version all of its engines have to answer, whose they are is not known here."""
-        takes_part = self.state in ("live", "suspect") and model_tag in self.models
-        return takes_part and (not self.gone or self.models[model_tag] is not None)
+        """Whether it takes part, or has a lease of the controller before, and has that model, on engines that answer:
+        on others it says no version of it. Before the first version all of its engines have to answer, whose they are
+        is not known here."""
+        may = self.state in ("live", "suspect") or (self.state == "joining" and self.lease_left_s > 0)
+        return may and model_tag in self.models and (not self.gone or self.models[model_tag] is not None)
 
 
 SPANS = ("trainer", "batch gate", "barrier", "agent", "transfer", "load", "pause", "commit", "retry")

@@ -44,7 +44,10 @@ class Process:
         serves = tuple(at(version, model=model) for model, version in self.serves.items() if version)
         lacks = tuple(model for model, version in self.serves.items() if not version)
         left_s = max(0.0, self.lease_end_s - now_s)
-        return beat(self.name, *serves, incarnation=self.incarnation, lacks=lacks, whole=self.whole, left_s=left_s)
+        return beat(
+            self.name, *serves, incarnation=self.incarnation, lacks=lacks, whole=self.whole, left_s=left_s,
+            leased=left_s > 0,
+        )  # fmt: skip
 
     def heard(self, reply: HeartbeatReply, sent_s: float) -> None:
         if reply.state == "joining" and reply.lease_s:

@@ -45,8 +45,9 @@ def test_who_serves_part_of_a_set_or_was_lent_nothing_refuses_at_once(fields: di
     pool, _ = made(learnt=False)
     pool.know_sets([MODELS])
     serves = fields.pop("serves", SERVES)
-    assert pool.heartbeat(beat("a", *serves, **{"left_s": 5.0, **fields})).lease_s == 0.0  # type: ignore[misc]
-    assert pool.unfenced(MODELS) == ()
+    told = beat("a", *serves, **{"left_s": 5.0, **fields})  # type: ignore[misc]
+    assert pool.heartbeat(told).lease_s == 0.0
+    assert pool.unfenced(MODELS) == (("a",) if told.left_s else ()), "it may not have heard that"
 
 
 def test_behind_the_listening_it_answers_with_what_is_current_or_not_at_all() -> None:
@@ -67,6 +68,41 @@ def test_one_that_was_lent_more_than_this_controller_lends_is_waited_for() -> No
     assert heard(pool, LEASE_S, name="b").state == "joining", "nobody comes in before"
     clock.now += LEASE_S
     assert heard(pool, 0.0).state == "live"
+
+
+def test_whoever_says_that_it_may_answer_is_waited_for() -> None:
+    """A controller beside this one has lent it that, and it may not hear that this one ends it. Seen red: it counted as
+    one that answers no more."""
+    pool, clock = made()
+    pool.decided([at(5), at(5, model="n")])
+    assert heard(pool, 9.0).lease_s == 0.0
+    assert pool.unfenced(MODELS) == ("a",)
+    clock.now += 9.0
+    assert pool.unfenced(MODELS) == ()
+
+
+def test_a_lease_that_is_longer_than_this_controllers_is_waited_for_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a version was called served after this controller's own lease, beside who answered with the one before
+    for as long as another one had lent it."""
+    pool, clock = made()
+    pool.decided([at(4), at(4, model="n")])
+    assert heard(pool, 5 * LEASE_S).state == "live"
+    pool.evict("a", "as told")
+    clock.now += 2 * LEASE_S
+    assert pool.unfenced(MODELS) == ("a",)
+    waits = list[float]()
+    monkeypatch.setattr(pool, "_wait", lambda done, within_s: waits.append(within_s))
+    pool.wait_fenced(("a",))
+    assert waits[0] > 3 * LEASE_S
+    clock.now += 3 * LEASE_S
+    assert pool.unfenced(MODELS) == ()
+
+
+def test_who_goes_on_meanwhile_is_among_those_that_may_answer() -> None:
+    pool, _ = made(learnt=False)
+    heard(pool, 5.0)
+    pool.heartbeat(beat("b", *SERVES))
+    assert {each.instance_id: each.may_answer("m") for each in pool.status({})} == {"a": True, "b": False}
 
 
 def test_another_process_of_its_name_waits_until_it_is_over() -> None:

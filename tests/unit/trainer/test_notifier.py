@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -85,40 +85,70 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-def test_a_controller_that_was_started_again_is_told_of_what_it_has_forgotten(
-    controllers: Controllers, tells: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before another version comes. Seen red: told to one that died before it was served, it was told no more."""
-    looks, look = list[None](), _Told._look
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each time that the notifier has asked why a version is not served."""
+    found, look = list[None](), _Told._look
 
     def counted(self: _Told) -> None:
         look(self)
-        looks.append(None)
+        found.append(None)
 
     monkeypatch.setattr(_Told, "_look", counted)
+    return found
+
+
+def wait_looks(looks: list[None], num: int = 4) -> None:
+    before = len(looks)
+    wait_until(lambda: len(looks) >= before + num, "it is not served there, and asked why")
+
+
+def test_a_controller_that_was_started_again_is_told_of_what_it_has_forgotten(
+    controllers: Controllers, tells: list[int], looks: list[None]
+) -> None:
+    """Before another version comes. Seen red: told to one that died before it was served, it was told no more."""
     first = controllers.start()
     controllers.told.announce(Version(run_id="r", number=8))
-    wait_until(lambda: len(looks) > 3, "it is not served there, and asked why")
+    wait_looks(looks)
     assert first.rollout_service_state("m").train_model_version == 8
     assert tells == [8], "one that knows it is told once"
-    second = controllers.start()
-    wait_until(lambda: second.rollout_service_state("m").train_model_version == 8, "it is told again")
+    for _ in range(2):
+        again = controllers.start()
+        wait_until(lambda state=again.rollout_service_state: state("m").train_model_version == 8, "it is told again")  # type: ignore[misc]
 
 
-def test_a_trainer_that_another_run_has_taken_over_from_tells_of_a_version_once(
-    controllers: Controllers, tells: list[int]
+def test_a_controller_that_has_learnt_less_or_was_denied_it_is_told_again_once(
+    controllers: Controllers, tells: list[int], looks: list[None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is started again does not know that it was. Seen red: told every two seconds, it went back."""
-    controller, (host,) = controllers.start(), controllers.told._hosts
-    controllers.told.announce(Version(run_id="r", number=1))
-    wait_until(lambda: host._done is not None, "it is told")
+    """Seen red: at each look, as long as nothing newer came."""
+    controllers.start()
+    controllers.told.announce(Version(run_id="r", number=8))
+    wait_looks(looks)
+    seen = _Told._seen
+
+    def less(self: _Told, **how: bool) -> Mapping[str, str]:
+        found = seen(self, **how)
+        self._knows = Version(run_id="r", number=7)
+        return found
+
+    monkeypatch.setattr(_Told, "_seen", less)
+    wait_until(lambda: tells == [8, 8], "it may have been started again")
+    wait_looks(looks)
+    assert tells == [8, 8]
+
+
+def test_a_trainer_that_another_one_has_taken_over_from_does_not_take_a_new_controller(
+    controllers: Controllers, tells: list[int], looks: list[None]
+) -> None:
+    """Which does not know who is over. Seen red: it was told again there, and the living one was refused."""
+    controller = controllers.start()
+    controllers.told.announce(Version(run_id="r", number=8))
+    wait_looks(looks)
     controller.train_worker_notify_weight_update("w", "m", "s", 1, sender_endpoint="http://127.0.0.1:1", timeout_s=0.0)
-    controllers.told.announce(Version(run_id="r", number=2))
-    wait_until(lambda: "taken over by s" in (host.why_not or ""), "it is refused")
-    wait_until(lambda: not host._has_work(None, None), "it waits for the next version")
-    assert (tells, host._done) == ([1, 2], Version(run_id="r", number=2))
-    controllers.told.announce(Version(run_id="r", number=3))
-    wait_until(lambda: tells == [1, 2, 3], "which is told again")
+    wait_looks(looks)
+    controllers.start()
+    wait_looks(looks)
+    assert tells == [8]
 
 
 def test_an_engine_in_to_names_all_that_may_stand_there() -> None:

@@ -162,9 +162,13 @@ class FleetMethod(SyncMethod):
         """Whether it is of a set, and served already, with other numbers of the others: who has it has none of these,
         or a controller that was started again has not heard of them. Nobody is waited for, as nothing is brought."""
         models = self.barrier.set_of(wanted.model_id)
+        if len(models) == 1:
+            return False
+        self.pool.wait_learnt(models, self._prepare_timeout_s)
         with self._lock:
             running = any(set(key) & set(models) and not run.done() for key, (_, run) in self._running.items())
-        return len(models) > 1 and not running and self._is_served((wanted,))
+        served = self.pool.current(wanted.model_id)  # by whichever of its agents
+        return served is not None and served.of == wanted.of and not running and self._is_served((served,))
 
     def _asks(self, wanted: ModelVersion, wait_s: float | None = None) -> bool:
         """Some instance asks the agent whether it has that version, maybe one that joins; False: nobody is there."""

@@ -310,8 +310,9 @@ def test_who_comes_in_while_an_agent_is_asked_is_brought_that_at_once(world: Wor
 
 @pytest.mark.parametrize("mode", ["sync", "batch-async"])
 @pytest.mark.parametrize("heard", [("actor",), PAIR], ids=["one is not heard", "apart"])
+@pytest.mark.parametrize("told", [False, True], ids=["silent trainers", "a trainer tells it again"])
 def test_a_controller_that_was_started_again_leaves_a_set_as_it_is_served(
-    world: World, mode: str, heard: tuple[str, ...]
+    world: World, mode: str, heard: tuple[str, ...], told: bool
 ) -> None:
     """By instances of one model each, which mix nothing. Seen red: rollout was locked until the barrier's end, for a
     number that nobody would publish."""
@@ -320,6 +321,11 @@ def test_a_controller_that_was_started_again_leaves_a_set_as_it_is_served(
         _serves(world, model, 5 - number).beat_once()
     method = world.method(sets=(PAIR,), barrier_timeout_s=2 * LONG_S)
     with contextlib.closing(WeightSyncController({"sync_mode": mode}, method, model_tags=PAIR)) as controller:
+        if told:  # by another of its addresses
+            controller.train_worker_notify_weight_update(
+                "w", "actor", "r", 5, sender_endpoint="http://b", timeout_s=0.0
+            )
+            until(lambda: method.spans("actor") == () and controller.rollout_service_state("actor").blocked, "it syncs")
         world.pool._learning.until_s = time.monotonic()
         for each in world.instances:
             each.beat()
