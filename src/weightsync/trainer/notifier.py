@@ -31,10 +31,11 @@ from weightsync.errors import (
     NotRegisteredError,
     SyncFailedError,
     UnsupportedError,
+    VersionError,
     WeightSyncError,
 )
-from weightsync.handles.by_url import runs_at
 from weightsync.handles.fanout import in_thread
+from weightsync.trainer.engine_in_to import instead, refuse_an_engine
 from weightsync.trainer.fleet_failures import failures_of
 from weightsync.types import Deadline, Version
 from weightsync.types.service import NotifyRequest, RegisterSenderRequest, ServiceStatus
@@ -146,7 +147,7 @@ class _Told:
 
     def __init__(self, url: str, *, model_id: str, token: str | None, verify: bool | str) -> None:
         if "+" in url.partition("://")[0] and "@" not in url:
-            raise ConfigError(f"{url} in to= is an engine: {_instead(url, model_id)}")
+            raise ConfigError(f"{url} in to= is an engine: {instead(url, model_id)}")
         runs = "a weightsync rollout service or controller"
         self._service = RolloutClient(url, token=token, verify=verify, runs=runs)
         self._controller = ControllerClient(url, token=token, verify=verify)
@@ -168,6 +169,7 @@ class _Told:
         self.served: Version | None = None  # when it was asked last
         self._knows: Version | None = None  # a controller, of what trainers have told, when it was asked last
         self._known_run: str | None = None  # whose trainer has told it something last
+        self._refused: Version | None = None  # by a controller, as another run has taken over
         self._told_again: Version | None = None  # because it knew less
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="weightsync-notify", daemon=True)
@@ -253,9 +255,12 @@ class _Told:
             if self._done is not None and time.monotonic() - self._looked_s >= _LOOK_S:
                 self._look()  # versions may come so fast that it never waits; the newest is not served at once
             try:
+                if newest == self._refused and not self._may_be_taken(newest):
+                    failed = newest
+                    continue
                 self._tell(newest)
             except WeightSyncError as error:
-                failed = newest
+                failed, self._refused = newest, newest if type(error) is VersionError else self._refused
                 self._trouble(error)
                 continue
             with self._changed:
@@ -341,6 +346,16 @@ class _Told:
         self._told_again = told
         return True
 
+    def _may_be_taken(self, refused: Version) -> bool:
+        """Whether that controller may take a version that it has refused, as another run had taken over: where that one
+        was given up. One that was started again knows of no run, and is left to the other's trainer.
+
+        Raises:
+            WeightSyncError: it does not say.
+        """
+        of = self._controller.status(timeout_s=_CALL_S).models.get(self._model_id)
+        return of is not None and (of.run_id == refused.run_id or (of.overdue and of.rollout_model_version < 0))
+
     def _log_failures(self, failures: Mapping[str, str]) -> None:
         """Each once: one that differs in numbers alone, as a version's, is the same."""
         for text in (_of(who, why) for who, why in failures.items()):
@@ -392,17 +407,20 @@ class _Told:
     def _learn(self, timeout_s: float) -> bool:
         """Whether it is a controller. Asked once."""
         if self._is_controller is None:
+            refuse = functools.partial(
+                refuse_an_engine, self.url, self._model_id, token=self._token, verify=self._verify, timeout_s=_CALL_S
+            )
             try:
                 status = self._service.call("GET", "/status", dict[str, Any], timeout_s=timeout_s)
             except UnsupportedError as error:  # one of our faces, and neither of the two
-                self._refuse_an_engine()
+                refuse()
                 raise ConfigError(f"{self.url} is no rollout host and no controller: {error.message}") from error
             except EngineError as error:
                 if type(error) is not EngineError:
                     raise
-                self._refuse_an_engine()
+                refuse()
                 raise EngineError(  # or what stands before one that is being started
-                    f"{error.message} If an engine is to run there: {_instead('URL', self._model_id)}", peer=self.url
+                    f"{error.message} If an engine is to run there: {instead('URL', self._model_id)}", peer=self.url
                 ) from error
             if (controller := status.get("controller")) is not None:
                 raise ConfigError(
@@ -410,12 +428,6 @@ class _Told:
                 )
             self._is_controller = is_controller(self.url, status, [self._model_id])
         return self._is_controller
-
-    def _refuse_an_engine(self) -> None:
-        """Raises ConfigError where an engine answers there: it would never fetch anything."""
-        named = runs_at(self.url, token=self._token, verify=self._verify, timeout_s=_CALL_S)
-        if named is not None:
-            raise ConfigError(f"{self.url} in to= is an engine: {_instead(named, self._model_id)}", peer=self.url)
 
 
 def _version(run_id: str | None, number: int | None) -> Version | None:
@@ -436,12 +448,3 @@ def _outcome(wait: Future[str | None]) -> str | None:
 
 def _of(who: str, why: str) -> str:
     return f"{who}: {why}" if who else why
-
-
-def _instead(engine: str, model_id: str) -> str:
-    """What to do with an engine that is in `to`."""
-    return (
-        f"engines are not told of versions, and fetch none. weightsync.push(model, {engine!r}) brings it each version; "
-        f"or start a host beside it, weightsync serve --engine {model_id}={engine}, and name in to= that host, or the "
-        "controller of its fleet (serve --controller)"
-    )

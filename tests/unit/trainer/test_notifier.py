@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -52,7 +53,8 @@ class Controllers:
 
     def start(self) -> WeightSyncController:
         self._stack.close()
-        made = WeightSyncController({}, FleetMethod(RolloutPool(lease_s=0.3)), model_tags=("m",))
+        method = FleetMethod(RolloutPool(lease_s=0.3))
+        made = WeightSyncController({}, method, model_tags=("m",), retries_s=(60.0,))
         server = ControllerServer(made, port=self._port)
         self._stack.callback(made.close)
         self._stack.callback(server.close)
@@ -149,6 +151,55 @@ def test_a_trainer_that_another_one_has_taken_over_from_does_not_take_a_new_cont
     controllers.start()
     wait_looks(looks)
     assert tells == [8]
+
+
+@pytest.fixture
+def asks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each time that the notifier has asked whether a refused version may be told."""
+    found, ask = list[None](), _Told._may_be_taken
+
+    def counted(self: _Told, refused: Version) -> bool:
+        answer = ask(self, refused)
+        found.append(None)
+        return answer
+
+    monkeypatch.setattr(_Told, "_may_be_taken", counted)
+    return found
+
+
+def test_a_version_that_was_refused_for_another_run_does_not_take_a_new_controller(
+    controllers: Controllers, tells: list[int], asks: list[None]
+) -> None:
+    """Seen red: its retry took the controller that was started again, and the living trainer was refused for good."""
+    _refused(controllers.start(), controllers, tells)
+    wait_looks(asks)
+    controllers.start()
+    wait_looks(asks)
+    assert tells == [8, 9]
+    controllers.told.announce(Version(run_id="r", number=10))
+    wait_until(lambda: tells == [8, 9, 10], "a newer one is told")
+
+
+def test_a_version_that_was_refused_for_a_run_that_is_given_up_is_told_again(
+    controllers: Controllers, tells: list[int]
+) -> None:
+    controller = controllers.start()
+    _refused(controller, controllers, tells)
+    model = controller._models["m"]
+    with model._changed:  # its retries have ended
+        model.state = dataclasses.replace(model.state, overdue=True)
+    wait_until(lambda: controller.rollout_service_state("m").run_id == "r", "nothing of the other was ever served")
+    assert tells == [8, 9, 9]
+
+
+def _refused(controller: WeightSyncController, controllers: Controllers, tells: list[int]) -> None:
+    """A trainer that is told to be over, by the first word of another one."""
+    controllers.told.announce(Version(run_id="r", number=8))
+    wait_until(lambda: controller.rollout_service_state("m").train_model_version == 8, "it is told")
+    assert tells == [8]
+    controller.train_worker_notify_weight_update("w", "m", "s", 1, sender_endpoint="http://127.0.0.1:1", timeout_s=0.0)
+    controllers.told.announce(Version(run_id="r", number=9))
+    wait_until(lambda: "taken over by s" in (controllers.told._hosts[0].why_not or ""), "it is refused")
 
 
 def test_an_engine_in_to_names_all_that_may_stand_there() -> None:
