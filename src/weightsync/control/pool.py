@@ -187,9 +187,7 @@ class RolloutPool:
             return HeartbeatReply(state="live", lease_s=self.lease_s, every_s=every_s, admitted=admitted)
         if now < self._learning.until_s and known.goes_on:
             left_s, every_s = known.lease_end_s - now, min(every_s, 1.0, self._learning.until_s - now + _LOOK_S)
-            return HeartbeatReply(
-                state="joining", lease_s=left_s, every_s=every_s, why=self._admission.why(known, now, self._late_s)
-            )
+            return HeartbeatReply(state="joining", lease_s=left_s, every_s=every_s, why=self._why(known, now))
         if not known.beat.leased:  # this answer may be lost on its way, but what it has is no lease
             known.lease_end_s = min(known.lease_end_s, now)
         wanted = self._goals.tell(known.beat.instance_id, models, self._syncs)

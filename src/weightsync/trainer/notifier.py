@@ -1,8 +1,8 @@
 """Notifier: tells rollout services, or a controller, of each version, and waits for nobody until it is asked to.
 
-One thread for each of them. Who is down is logged once, and told again every few seconds and with each new version, as
-is a controller that was started again and has forgotten.
-The services find versions without this, too, where they know an agent (`sources`): a notification only wakes them.
+One thread for each of them. Who is down is logged once, and told again every few seconds and with each new version. A
+controller that was started again, and has forgotten what it was told, is told again. The services find versions without
+this, too, where they know an agent (`sources`): a notification only wakes them.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class _Told:
         self._looked_s = time.monotonic()
         self._behind = False  # it did not serve the newest when it was looked at last
         self._failing: set[str] = set()  # what was logged, until the newest is served there
-        self.why_not: str | None = None  # ... serve what it was told of, or be told, when it was asked last
+        self.why_not: str | None = None  # why it does not serve what it was told of, or can't be told, when asked last
         self._waited_for: Version | None = None  # and is served there
         self.served: Version | None = None  # when it was asked last
         self._knows: Version | None = None  # a controller, of what trainers have told, when it was asked last
