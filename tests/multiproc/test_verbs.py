@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,7 +27,7 @@ import weightsync
 from tests.multiproc.pull_kit import shm_of, wait_until
 from tests.multiproc.spine import TOKEN, build, cast_bytes, shard, step
 from tests.standins.processes import Child, children, free_port, run_ranks
-from tests.standins.threads import fail_starts, logged_here
+from tests.standins.threads import fail_starts
 from tests.unit.handles.sglang_kit import write_checkpoint
 from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.clients.host import RolloutClient
@@ -47,12 +46,13 @@ from weightsync.errors import (
 )
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.tensors import byte_array
-from weightsync.trainer import notifier
+from weightsync.trainer import notifier, told
 from weightsync.trainer.fleet_failures import failures_of
 from weightsync.trainer.offload_steps import OffloadSteps
+from weightsync.trainer.told_peers import ControllerPeer, version_of
 from weightsync.types import Version
-from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState
-from weightsync.types.service import ModelStatus, NotifyRequest, ServiceStatus
+from weightsync.types.control import InstanceStatus
+from weightsync.types.service import NotifyRequest
 from weightsync.verbs import publishing
 from weightsync.verbs.publishing import Publisher
 
@@ -451,10 +451,10 @@ def test_a_trainer_is_told_why_its_fleet_serves_nothing_once_and_at_the_end(
 def test_a_controller_that_has_not_heard_of_a_version_does_not_serve_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: "all that it knows is served", and the version was withdrawn, which nobody had."""
 
-    def down(self: Any, version: Version) -> None:
+    def down(*_: Any) -> None:
         raise EngineUnreachableError("down")
 
-    monkeypatch.setattr(notifier._Told, "_tell", down)
+    monkeypatch.setattr(ControllerPeer, "tell", down)
     settings = WeightSyncConfig.load({"sync_method": "mock", "fleet": {"models": ["actor"], "port": 0}})
     with (
         build_controller(settings, token=TOKEN) as controller,
@@ -471,7 +471,7 @@ def test_what_a_wait_has_found_is_never_nothing() -> None:
     waits[1].set_result("it is behind")
     waits[2].set_result(None)
     assert [notifier._outcome(wait) for wait in waits] == ["MemoryError", "it is behind", None]
-    assert notifier._version("b", -1) is None
+    assert version_of("b", -1) is None
 
 
 def test_who_could_not_be_waited_for_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,16 +480,16 @@ def test_who_could_not_be_waited_for_is_looked_at_again(monkeypatch: pytest.Monk
     def gone(self: Any, version: Version, wait_s: float) -> bool:
         raise EngineUnreachableError("gone")
 
-    monkeypatch.setattr(notifier, "_LOOK_S", 0.5)
+    monkeypatch.setattr(told, "_LOOK_S", 0.5)
     with (
         weightsync.serve({"actor": build(99, dtype=torch.bfloat16)}, token=TOKEN, port=0) as service,
         weightsync.publish(build(5), "actor", to=service.url, token=TOKEN, port=0, last_wait_s=0) as publisher,
     ):
         publisher.step()
         assert publisher.wait_served(_LONG_S) == {}
-        (told,) = publisher._notifier._hosts
-        wait_until(lambda: not told._behind, "it was seen to serve it", _LONG_S)
-        monkeypatch.setattr(notifier._Told, "_serves", gone)
+        (host,) = publisher._notifier._hosts
+        wait_until(lambda: not host._behind, "it was seen to serve it", _LONG_S)
+        monkeypatch.setattr(told.Told, "_serves", gone)
         assert publisher.wait_served(_LONG_S) == {service.url: "gone"}
         wait_until(lambda: publisher.not_serving == {}, "it was looked at again", _LONG_S)
 
@@ -533,69 +533,6 @@ def test_who_has_caught_up_since_the_last_wait_is_not_named_any_more() -> None:
             assert publisher.not_serving == {}
             assert publisher._away() == {}, "it is given all of the time"
             assert publisher.wait_served(_LONG_S) == {}
-
-
-def test_a_failure_that_comes_back_is_said_again_where_versions_come_faster_than_it_looks(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Seen red: it asked whether what it had told of just now was served, which it never was; so nothing was over."""
-    now_s, told_at = 0.0, dict[int, float]()
-    monkeypatch.setattr(notifier, "time", types.SimpleNamespace(monotonic=lambda: now_s))
-    told = notifier._Told("http://127.0.0.1:9", model_id="m", token=None, verify=True)
-    told._endpoints = ("http://127.0.0.1:8",)
-
-    class Trainer:
-        """A version each six seconds, and an end; in place of the condition that the thread waits on."""
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def wait_for(self, _: object, timeout: float | None) -> None:
-            nonlocal now_s
-            now_s += 6.0
-            number = 1 if told._newest is None else told._newest.number + 1
-            told._newest, told._closed = Version(run_id="r", number=number), number > 20
-
-    def status(*_: object, **__: object) -> ServiceStatus:
-        """A host that serves each version a second later; its engine is away twice."""
-        errors = {"e": "EngineUnreachableError: nobody there"} if 20 <= now_s < 40 or 70 <= now_s < 90 else {}
-        served = max((number for number, at in told_at.items() if at + 1.0 <= now_s), default=None)
-        model = ModelStatus(run_id="r", version=None if errors else served, errors=errors)
-        return ServiceStatus(models={"m": model})
-
-    def notify(notice: NotifyRequest, **_: object) -> ModelStatus:
-        told_at[notice.version] = now_s
-        return ModelStatus(run_id="r")
-
-    for name, stand_in in {"_learn": lambda _: False, "_introduce": lambda: None, "_changed": Trainer()}.items():
-        monkeypatch.setattr(told, name, stand_in)
-    monkeypatch.setattr(told._service, "call", status)
-    monkeypatch.setattr(told._service, "notify_version", notify)
-    told._run()
-    assert [each.getMessage().partition(": ")[2] for each in logged_here(caplog)] == [
-        "what was published is not served there: e: EngineUnreachableError: nobody there"
-    ] * 2
-
-
-def test_a_trainer_is_told_of_instances_that_have_its_model_and_of_three_at_most(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Seen red: an instance of another model was said not to serve what it never has."""
-    told = notifier._Told("http://127.0.0.1:9", model_id="actor", token=None, verify=True)
-    told._newest = Version(run_id="r", number=3)
-
-    def instance(name: str, model: str) -> InstanceStatus:
-        why = "LoadError: it has no room"
-        return InstanceStatus(
-            instance_id=name, url="http://h", state="joining", models={model: None}, why=why, failed=True
-        )
-
-    instances = (instance("other", "critic"), *(instance(f"a{index}", "actor") for index in range(5)))
-    status = ControllerStatus(models={"actor": RolloutServiceState(run_id="r")}, instances=instances)
-    monkeypatch.setattr(told, "_learn", lambda _: True)
-    monkeypatch.setattr(told._controller, "status", lambda **_: status)
-    assert told._because() == f": {'; '.join(f'a{index}: LoadError: it has no room' for index in range(3))}; and 2 more"
 
 
 def test_an_instance_that_only_joins_has_not_failed() -> None:

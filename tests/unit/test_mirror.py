@@ -41,6 +41,7 @@ ELSEWHERE = {
     "cli/shared": "unit/test_cli.py",
     "cli/status_tables": "unit/cli/test_status.py",
     "cli/write_out": "multiproc/test_out_folder.py",
+    "trainer/notifier": "multiproc/test_verbs.py",
     "trainer/push": "multiproc/test_push.py",
     "trainer/push_session": "multiproc/test_push.py",
     "demo/engine": "multiproc/test_demo.py",

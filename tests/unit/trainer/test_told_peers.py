@@ -1,4 +1,4 @@
-"""Notifier: what the trainer's log says of who can't be told, and can again."""
+"""HostPeer, ControllerPeer, Address: a controller that was started again is told of what it has forgotten."""
 
 from __future__ import annotations
 
@@ -15,32 +15,12 @@ from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.server import ControllerServer
-from weightsync.errors import ConfigError, EngineUnreachableError
-from weightsync.trainer import notifier
-from weightsync.trainer.notifier import Notifier, _Told
+from weightsync.errors import ConfigError
+from weightsync.trainer import told
+from weightsync.trainer.notifier import Notifier
+from weightsync.trainer.told import Told
+from weightsync.trainer.told_peers import ControllerPeer
 from weightsync.types import Version
-
-
-def test_who_can_be_told_again_is_said_to_be(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Seen red: no word in the log said that what it had warned of was over."""
-    failures = iter([EngineUnreachableError("nobody there"), EngineUnreachableError("nobody there"), None])
-
-    def tells(self: _Told, version: Version) -> None:
-        if (error := next(failures, None)) is not None:
-            raise error
-
-    monkeypatch.setattr(_Told, "_tell", tells)
-    monkeypatch.setattr(_Told, "_look", lambda self: None)
-    monkeypatch.setattr(notifier, "_RETRY_S", 0.01)
-    url = "http://127.0.0.91:9"  # of this test alone: another one's notifier may still write
-    told = Notifier([url], model_id="m", token=None, verify=True)
-    with caplog.at_level("INFO", logger="weightsync.trainer.notifier"):
-        told.start(["http://agent"])
-        told.announce(Version(run_id="r", number=1))
-        again = f"{url} can be told of new versions again: it was told of r/1"
-        wait_until(lambda: again in caplog.text, "it is told, and that is said")
-    told.close()
-    assert caplog.text.count(f"{url} can't be told") == 1
 
 
 class Controllers:
@@ -68,8 +48,8 @@ class Controllers:
 
 @pytest.fixture
 def controllers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Controllers]:
-    monkeypatch.setattr(notifier, "_RETRY_S", 0.05)
-    monkeypatch.setattr(notifier, "_LOOK_S", 0.05)
+    monkeypatch.setattr(told, "_RETRY_S", 0.05)
+    monkeypatch.setattr(told, "_LOOK_S", 0.05)
     with contextlib.closing(Controllers()) as made:
         yield made
 
@@ -90,13 +70,13 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One for each time that the notifier has asked why a version is not served."""
-    found, look = list[None](), _Told._look
+    found, look = list[None](), Told._look
 
-    def counted(self: _Told) -> None:
+    def counted(self: Told) -> None:
         look(self)
         found.append(None)
 
-    monkeypatch.setattr(_Told, "_look", counted)
+    monkeypatch.setattr(Told, "_look", counted)
     return found
 
 
@@ -126,14 +106,14 @@ def test_a_controller_that_has_learnt_less_or_was_denied_it_is_told_again_once(
     controllers.start()
     controllers.told.announce(Version(run_id="r", number=8))
     wait_looks(looks)
-    seen = _Told._seen
+    seen = ControllerPeer.seen
 
-    def less(self: _Told, **how: bool) -> Mapping[str, str]:
+    def less(self: ControllerPeer, **how: bool) -> tuple[Version | None, Mapping[str, str]]:
         found = seen(self, **how)
         self._knows = Version(run_id="r", number=7)
         return found
 
-    monkeypatch.setattr(_Told, "_seen", less)
+    monkeypatch.setattr(ControllerPeer, "seen", less)
     wait_until(lambda: tells == [8, 8], "it may have been started again")
     wait_looks(looks)
     assert tells == [8, 8]
@@ -156,14 +136,14 @@ def test_a_trainer_that_another_one_has_taken_over_from_does_not_take_a_new_cont
 @pytest.fixture
 def asks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One for each time that the notifier has asked whether a refused version may be told."""
-    found, ask = list[None](), _Told._may_be_taken
+    found, ask = list[None](), ControllerPeer._may_be_taken
 
-    def counted(self: _Told, refused: Version) -> bool:
+    def counted(self: ControllerPeer, refused: Version) -> bool:
         answer = ask(self, refused)
         found.append(None)
         return answer
 
-    monkeypatch.setattr(_Told, "_may_be_taken", counted)
+    monkeypatch.setattr(ControllerPeer, "_may_be_taken", counted)
     return found
 
 
@@ -176,6 +156,9 @@ def test_a_version_that_was_refused_for_another_run_does_not_take_a_new_controll
     controllers.start()
     wait_looks(asks)
     assert tells == [8, 9]
+    (why,) = (controllers.told.begin_wait(Version(run_id="r", number=9), 5.0)(20.0) or {}).values()
+    assert "taken over by s" in why
+    assert tells == [8, 9], "seen red: who waited for it told it again"
     controllers.told.announce(Version(run_id="r", number=10))
     wait_until(lambda: tells == [8, 9, 10], "a newer one is told")
 
