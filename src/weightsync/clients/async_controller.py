@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 
 import httpx
 
 from weightsync.clients.controller import RUNS, Answer, rounds
-from weightsync.errors import (
-    DeadlineExceededError,
-    EngineError,
-    EngineUnreachableError,
-    InvalidRequestError,
-    WeightSyncError,
-)
+from weightsync.errors import DeadlineExceededError, EngineError, EngineUnreachableError, WeightSyncError
 from weightsync.net.auth import bearer_headers
 from weightsync.net.exchange import trusted
-from weightsync.net.http_edge import NO_ENCODING, checked_url, told_error
-from weightsync.net.messages import decode, encode
+from weightsync.net.http_edge import NO_ENCODING, answer_in, answered_error, broken_exchange, checked_url
+from weightsync.net.messages import encode
 from weightsync.types import Deadline
 from weightsync.types.control import GateReply, ModelRequest, WaitVersionRequest
 
@@ -76,22 +68,29 @@ class AsyncControllerClient:
         return reply.answer
 
     async def _call(self, path: str, content: bytes, deadline: Deadline) -> GateReply:
-        with typed_errors(self.url, deadline):
-            try:
-                async with asyncio.timeout(deadline.timeout_s):  # httpx's own begins anew with each byte
-                    status, body = await self._exchange(path, content, deadline)
-            except TimeoutError as late:
-                raise DeadlineExceededError(
-                    f"{self.url} did not answer {path} within {deadline.said}", peer=self.url
-                ) from late
-        if status != 200:
-            raise told_error(body, peer=self.url) or EngineError(
-                f"{self.url} answered {path} with status {status}; is {RUNS} there?", peer=self.url
-            )
         try:
-            return decode(body, GateReply, what="the answer of a controller")
-        except InvalidRequestError as odd:
-            raise EngineError(f"{self.url} answered {path} with what is no answer: {odd}", peer=self.url) from odd
+            async with asyncio.timeout(deadline.timeout_s):  # httpx's own begins anew with each byte
+                status, body = await self._exchange(path, content, deadline)
+        except WeightSyncError:
+            raise
+        except httpx.LocalProtocolError:  # its words may be a header's
+            raise EngineUnreachableError(
+                f"{self.url} could not be asked for {path}: no such request can be sent", peer=self.url
+            ) from None
+        except Exception as error:  # a host that can't be looked up, a client that was closed, no memory, ...
+            raise self._typed(error, path, deadline) from error
+        if status != 200:
+            raise answered_error(status, body, path, url=self.url, peer=self.url, runs=RUNS)
+        return answer_in(status, body, GateReply, path, url=self.url, peer=self.url, runs=RUNS)
+
+    def _typed(self, error: Exception, path: str, deadline: Deadline) -> WeightSyncError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return EngineUnreachableError(
+                f"can't connect to {self.url}: {error}; does {RUNS} run there?", peer=self.url
+            )
+        late = isinstance(error, TimeoutError | httpx.TimeoutException)
+        broke = isinstance(error, httpx.HTTPError)
+        return broken_exchange(error, path, url=self.url, peer=self.url, deadline=deadline, late=late, broke=broke)
 
     async def _exchange(self, path: str, content: bytes, deadline: Deadline) -> tuple[int, bytes]:
         """The status and the body of the answer; not more of it than an answer has."""
@@ -105,24 +104,3 @@ class AsyncControllerClient:
                         f"{self.url}'s answer to {path} has over {_MAX_ANSWER_BYTES} bytes", peer=self.url
                     )
             return response.status_code, bytes(body)
-
-
-@contextlib.contextmanager
-def typed_errors(url: str, deadline: Deadline) -> Iterator[None]:
-    """Translates whatever goes wrong in an exchange; an error after its deadline is a missed one, whatever its type."""
-    try:
-        yield
-    except WeightSyncError:
-        raise
-    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise EngineUnreachableError(f"can't connect to {url}: {error}; does {RUNS} run there?", peer=url) from error
-    except httpx.LocalProtocolError:  # its words may be a header's
-        raise EngineUnreachableError(
-            f"{url} could not be asked for the gate: no such request can be sent", peer=url
-        ) from None
-    except Exception as error:  # a host that can't be looked up, a client that was closed, no thread, no memory, ...
-        if isinstance(error, httpx.TimeoutException) or (isinstance(error, httpx.HTTPError) and deadline.expired):
-            raise DeadlineExceededError(f"{url} did not answer the gate within {deadline.said}", peer=url) from error
-        broke = isinstance(error, httpx.HTTPError)
-        what = f"the connection to {url} broke during" if broke else f"{url} could not be asked for"
-        raise EngineUnreachableError(f"{what} the gate: {type(error).__name__}: {error}", peer=url) from error

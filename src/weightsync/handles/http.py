@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from weightsync.errors import EngineError, InvalidRequestError, UnknownLayoutError, WeightSyncError
+from weightsync.errors import UnknownLayoutError, WeightSyncError
 from weightsync.handles.compact import COMPACT_HEADER, ToldLayout, layout_named_in
 from weightsync.net.client import JsonClient
-from weightsync.net.http_edge import first_words, told_error
-from weightsync.net.messages import decode, encode
+from weightsync.net.http_edge import answer_in, answered_error
+from weightsync.net.messages import encode
 from weightsync.types import Deadline, EngineOp, EngineReply, EngineRequest
 
 ENGINE_API = "/weightsync/v1"
@@ -70,14 +70,10 @@ class HttpEngine:
             headers={TIMEOUT_HEADER: str(timeout_s), **headers},
             deadline=deadline,
         )
-        try:
-            return decode(answer.body, EngineReply, what="the reply"), answer.headers.get(COMPACT_HEADER)
-        except InvalidRequestError as error:
-            raise EngineError(
-                f"{self.url} answered {op} with {answer.status} and a body that is no reply: {error}",
-                peer=self.engine_id,
-                status=answer.status,
-            ) from error
+        reply = answer_in(
+            answer.status, answer.body, EngineReply, op, url=self.url, peer=self.engine_id, runs="an engine"
+        )
+        return reply, answer.headers.get(COMPACT_HEADER)
 
     def close(self) -> None:
         """Ends what is under way. Idempotent."""
@@ -86,9 +82,5 @@ class HttpEngine:
 
 class _EngineClient(JsonClient):
     def _error_in(self, status: int, body: bytes, path: str) -> WeightSyncError:
-        return told_error(body, peer=self.peer) or EngineError(
-            f"{self.url} answered {path} with status {status}: {first_words(body)}; is this a weightsync engine "
-            "server? (vLLM's own takes a VllmEngine)",
-            peer=self.peer,
-            status=status,
-        )
+        runs = "a weightsync engine server (vLLM's own takes a VllmEngine)"
+        return answered_error(status, body, path, url=self.url, peer=self.peer, runs=runs)

@@ -11,18 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from weightsync.errors import (
-    DeadlineExceededError,
-    EngineError,
-    EngineUnreachableError,
-    InvalidRequestError,
-    TransferAbortedError,
-    WeightSyncError,
-)
+from weightsync.errors import EngineError, EngineUnreachableError, TransferAbortedError, WeightSyncError
 from weightsync.net.auth import bearer_headers
 from weightsync.net.exchange import Answer, TimedSocket, answer_to, trusted
-from weightsync.net.http_edge import NO_ENCODING, checked_url, first_words, reply_limit, told_error
-from weightsync.net.messages import decode, encode
+from weightsync.net.http_edge import NO_ENCODING, answer_in, answered_error, broken_exchange, checked_url, reply_limit
+from weightsync.net.messages import encode
 from weightsync.net.routes import dialled
 from weightsync.types import Deadline
 
@@ -102,21 +95,15 @@ class JsonClient:
             DeadlineExceededError: no answer in time.
             WeightSyncError: what the server raised, typed.
         """
-        body = self.answer(
+        answer = self.answer(
             method,
             path,
             content=None if message is None else encode(message),
             deadline=Deadline(timeout_s),
             limit_bytes=limit_bytes,
             advice=advice,
-        ).body
-        try:
-            return decode(body, kind, what=f"the answer to {path}")
-        except InvalidRequestError as error:
-            raise EngineError(
-                f"{self.url} answered {path} with what is no answer: {error}; does {self._runs} run there?",
-                peer=self.peer,
-            ) from error
+        )
+        return answer_in(answer.status, answer.body, kind, path, url=self.url, peer=self.peer, runs=self._runs)
 
     def answer(
         self,
@@ -208,17 +195,10 @@ class JsonClient:
         except Exception as error:  # of the socket or of its answer; a host that can't be looked up, no memory, ...
             if self._closed:
                 raise TransferAbortedError("this client was closed", peer=self.peer) from error
-            if isinstance(error, TimeoutError) or deadline.expired:
-                raise DeadlineExceededError(
-                    f"{self.url} did not answer {path} within {deadline.said}", peer=self.peer
-                ) from error
-            broke = isinstance(error, OSError | http.client.HTTPException)
-            what = f"the connection to {self.url} broke during" if broke else f"{self.url} could not be asked for"
-            raise EngineUnreachableError(f"{what} {path}: {type(error).__name__}: {error}", peer=self.peer) from error
+            raise broken_exchange(
+                error, path, url=self.url, peer=self.peer, deadline=deadline, late=isinstance(error, TimeoutError),
+                broke=isinstance(error, OSError | http.client.HTTPException),
+            ) from error  # fmt: skip
 
     def _error_in(self, status: int, body: bytes, path: str) -> WeightSyncError:
-        return told_error(body, peer=self.peer) or EngineError(
-            f"{self.url} answered {path} with status {status}: {first_words(body)}; is {self._runs} there?",
-            peer=self.peer,
-            status=status,
-        )
+        return answered_error(status, body, path, url=self.url, peer=self.peer, runs=self._runs)

@@ -5,11 +5,22 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from weightsync.errors import ConfigError, InvalidRequestError, WeightSyncError, error_from_dict
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    WeightSyncError,
+    error_from_dict,
+)
 from weightsync.net.messages import decode
+from weightsync.types import Deadline
+
+_T = TypeVar("_T")
 
 MAX_REPLY_BYTES = 64 << 20
 MAX_ERROR_BYTES = 1 << 20
@@ -56,6 +67,45 @@ def checked_url(url: str, *, whose: str) -> str:
     if not host:
         raise ConfigError(f"{whose} URL names no host: {url[:200]!r}")
     return url.rstrip("/")
+
+
+def broken_exchange(
+    error: Exception, what: str, *, url: str, peer: str, deadline: Deadline, late: bool, broke: bool
+) -> WeightSyncError:
+    """What an exception in an exchange comes to; one after its deadline is a missed one, whatever its type.
+
+    Args:
+        what: was asked for.
+        late: it says itself that it is one.
+        broke: it is one of the connection.
+    """
+    if late or deadline.expired:
+        return DeadlineExceededError(f"{url} did not answer {what} within {deadline.said}", peer=peer)
+    where = f"the connection to {url} broke during" if broke else f"{url} could not be asked for"
+    return EngineUnreachableError(f"{where} {what}: {type(error).__name__}: {error}", peer=peer)
+
+
+def answered_error(status: int, body: bytes, what: str, *, url: str, peer: str, runs: str) -> WeightSyncError:
+    """The error that an answer with that status is: the server's own, where it is one of ours."""
+    return told_error(body, peer=peer) or EngineError(
+        f"{url} answered {what} with status {status}: {first_words(body)}; is {runs} there?", peer=peer, status=status
+    )
+
+
+def answer_in(status: int, body: bytes, kind: type[_T], what: str, *, url: str, peer: str, runs: str) -> _T:
+    """What an answer with a good status says.
+
+    Raises:
+        EngineError: it is no such answer.
+    """
+    try:
+        return decode(body, kind, what=f"the answer to {what}")
+    except InvalidRequestError as error:
+        raise EngineError(
+            f"{url} answered {what} with status {status} and what is no answer: {error}; does {runs} run there?",
+            peer=peer,
+            status=status,
+        ) from error
 
 
 def told_error(body: bytes, *, peer: str) -> WeightSyncError | None:

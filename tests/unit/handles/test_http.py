@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.standins.processes import free_port
-from weightsync.clients.async_controller import typed_errors
+from weightsync.clients.async_controller import AsyncControllerClient
 from weightsync.engine.server import EngineServer
 from weightsync.errors import (
     AuthError,
@@ -358,13 +359,17 @@ def test_a_host_that_can_t_be_looked_up_is_no_url(host: str) -> None:
 
 
 @pytest.mark.parametrize("error", [UnicodeError("label empty"), RuntimeError("can't start new thread"), MemoryError()])
-def test_whatever_an_exchange_raises_comes_out_typed(error: Exception) -> None:
-    deadline = Deadline(1.0)
-    with (
-        pytest.raises(EngineUnreachableError, match=type(error).__name__) as caught,
-        typed_errors("http://x", deadline),
-    ):
+def test_whatever_an_exchange_raises_comes_out_typed(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object) -> None:
         raise error
+
+    async def call() -> None:
+        client = AsyncControllerClient("http://127.0.0.1:9")
+        monkeypatch.setattr(client, "_exchange", fails)
+        await client._call("/wait_version", b"{}", Deadline(60.0))
+
+    with pytest.raises(EngineUnreachableError, match=type(error).__name__) as caught:
+        asyncio.run(call())
     assert caught.value.__cause__ is error
 
 
