@@ -156,4 +156,5 @@ def place(tensor: torch.Tensor) -> object:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(_BITS[tensor.element_size()])
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return tensor.view(_BITS[tensor.element_size()])
