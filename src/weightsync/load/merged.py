@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import torch
 
 from weightsync.errors import LoadError, StateError, UnsupportedError
 from weightsync.load.base import WeightLoader
+from weightsync.load.placing import refuse_aliases, walked
 from weightsync.load.whole import (
     Differences,
     check_closed,
@@ -27,6 +29,7 @@ from weightsync.types import Adapter, HeldTensor, Manifest, TensorSpec, Update, 
 _HALVES = {".lora_A.weight": 0, ".lora_B.weight": 1, ".lora_embedding_A": 0, ".lora_embedding_B": 1}
 _NOT_MERGED = ("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora", "alora_invocation_tokens", "modules_to_save",
                "trainable_token_indices", "arrow_config", "use_bdlora", "velora_config", "kasa_config")  # fmt: skip
+_OTHERWISE = "load the adapter into a PEFT model, or untie them"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -230,8 +233,16 @@ class MergedAdapterLoader(WeightLoader):
                 differences.add(pair[0], why)
             found[path] = target
         differences.refuse()
-        if len({id(target.module.weight) for target in found.values()}) != len(found):
-            raise UnsupportedError("two of the adapter's modules share one weight here: it can't be merged twice")
+        owners = Counter(id(tensor) for module in self._module.modules() for tensor in module._parameters.values())
+        for path, target in found.items():
+            if owners[id(target.module.weight)] > 1:
+                raise UnsupportedError(
+                    f"here its weight is another module's, too, which would get the adapter with it: {_OTHERWISE}",
+                    parameter=path,
+                    state_left="nothing was changed",
+                )
+        weights = (target.module.weight for target in found.values())
+        refuse_aliases(walked(self._module), weights, advice=_OTHERWISE)
         return found
 
     def _why_not(self, target: _Target, specs: Mapping[str, TensorSpec], rank: int) -> str | None:

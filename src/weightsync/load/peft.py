@@ -2,20 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from weightsync.errors import ConfigError, LoadError, ManifestMismatchError
+from weightsync.errors import ConfigError, LoadError, ManifestMismatchError, UnsupportedError
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.load.whole import MAX_TOLD, check_closed
 from weightsync.module_walk import clean_name, module_tensors
 from weightsync.peft_model import adapter_name, adapter_tensors, base_names, lora_layers, peft_model_in
-from weightsync.types import HeldTensor, Manifest
+from weightsync.types import Manifest
 
 
-class PeftAdapterLoader(ModuleWeightLoader):
+class _PartLoader(ModuleWeightLoader):
+    """Loads a part of a PEFT model, which has to be what the model computes with."""
+
+    part = "the base"
+
+    def __init__(self, model: Any, *, in_place: bool) -> None:
+        self._model = model
+        self._tensors = self._now()
+        super().__init__(_view(self._tensors), in_place=in_place)
+
+    def begin(self, manifest: Manifest) -> None:
+        self._check_fits(manifest)
+        super().begin(manifest)
+
+    def begin_patch(self, manifest: Manifest) -> None:
+        self._check_fits(manifest)
+        super().begin_patch(manifest)
+
+    def verify(self) -> None:
+        super().verify()
+        self._check_model()
+
+    def _live(self) -> Mapping[str, torch.Tensor]:
+        self._check_model()
+        return super()._live()
+
+    def _now(self) -> dict[str, torch.Tensor]:
+        """The part's tensors, as the model has them."""
+        return _base_tensors(self._model)
+
+    def _check_fits(self, manifest: Manifest) -> None:
+        """No bracket is open, and the model can take what is announced."""
+        check_closed(self._manifest)
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """What is loaded is what the model computes with.
+
+        Raises:
+            LoadError: the part is other tensors: somebody has added or replaced it.
+            UnsupportedError: an adapter is merged in place.
+        """
+        now = self._now()
+        if now.keys() != self._tensors.keys() or any(now[name] is not held for name, held in self._tensors.items()):
+            raise LoadError(f"{self.part} of the model was replaced since its loader was made: make another loader")
+        for path, module in self._model.named_modules():
+            if merged := getattr(module, "merged_adapters", None):
+                raise UnsupportedError(
+                    f"adapter {merged[0]!r} is merged in place: the model then computes with no adapter, and with another "
+                    "base; unmerge it first",
+                    parameter=clean_name(path),
+                )
+
+
+class PeftAdapterLoader(_PartLoader):
     """Loads versions of one adapter into a PEFT model, as `ModuleWeightLoader` does it: staged in a second set of the
     adapter's tensors, proved, swapped; a change is written where it is live, and can be undone.
 
@@ -35,41 +89,24 @@ class PeftAdapterLoader(ModuleWeightLoader):
     artifacts: ClassVar[frozenset[str]] = frozenset({"lora"})
 
     def __init__(self, model: torch.nn.Module, *, adapter: str | None = None, in_place: bool = False) -> None:
-        found = peft_model_in(model)
-        if found is None:
-            raise ConfigError(f"PeftAdapterLoader takes a PEFT model, not a {type(model).__name__}")
-        self._model: Any = found
+        found = _peft_model(model, "PeftAdapterLoader")
         self._adapter = adapter_name(found, adapter)
-        self._tensors = adapter_tensors(found, self._adapter)
-        super().__init__(_view(self._tensors), in_place=in_place)
-
-    def begin(self, manifest: Manifest) -> None:
-        self._check_adapter(manifest)
-        super().begin(manifest)
-
-    def begin_patch(self, manifest: Manifest) -> None:
-        self._check_adapter(manifest)
-        super().begin_patch(manifest)
-
-    def verify(self) -> None:
-        super().verify()
-        self._check_model()
-
-    def live_tensors(self) -> Iterator[HeldTensor]:
-        self._check_model()
-        return super().live_tensors()
+        self.part = f"adapter {self._adapter!r}"
+        super().__init__(found, in_place=in_place)
 
     def base_tensors(self) -> Mapping[str, torch.Tensor]:
         return _base_tensors(self._model)
 
-    def _check_adapter(self, manifest: Manifest) -> None:
-        """No bracket is open, and rank and scaling of every module are those of the model's own slot.
+    def _now(self) -> dict[str, torch.Tensor]:
+        return adapter_tensors(self._model, self._adapter) if self._adapter in self._model.peft_config else {}
+
+    def _check_fits(self, manifest: Manifest) -> None:
+        """Rank and scaling of every module are those of the model's own slot, too.
 
         Raises:
             ManifestMismatchError: they are not. Nothing was changed.
         """
-        check_closed(self._manifest)
-        self._check_model()
+        super()._check_fits(manifest)
         if manifest.adapter is None:  # the worker refuses a model
             return
         wrong = []
@@ -88,20 +125,8 @@ class PeftAdapterLoader(ModuleWeightLoader):
                 state_left="nothing was changed",
             )
 
-    def _check_model(self) -> None:
-        """The model's adapter still is the tensors that are loaded.
 
-        Raises:
-            LoadError: it is others: somebody has added or replaced it.
-        """
-        now = adapter_tensors(self._model, self._adapter) if self._adapter in self._model.peft_config else {}
-        if now.keys() != self._tensors.keys() or any(now[name] is not held for name, held in self._tensors.items()):
-            raise LoadError(
-                f"adapter {self._adapter!r} of the model was replaced since its loader was made: make another loader"
-            )
-
-
-class PeftBaseLoader(ModuleWeightLoader):
+class PeftBaseLoader(_PartLoader):
     """Loads versions of a PEFT model's base, under the names that it has without PEFT; its adapters are not touched.
 
     Args:
@@ -113,10 +138,14 @@ class PeftBaseLoader(ModuleWeightLoader):
     """
 
     def __init__(self, model: torch.nn.Module, *, in_place: bool = False) -> None:
-        found = peft_model_in(model)
-        if found is None:
-            raise ConfigError(f"PeftBaseLoader takes a PEFT model, not a {type(model).__name__}")
-        super().__init__(_view(_base_tensors(found)), in_place=in_place)
+        super().__init__(_peft_model(model, "PeftBaseLoader"), in_place=in_place)
+
+
+def _peft_model(model: torch.nn.Module, loader: str) -> Any:
+    found = peft_model_in(model)
+    if found is None:
+        raise ConfigError(f"{loader} takes a PEFT model, not a {type(model).__name__}")
+    return found
 
 
 def _base_tensors(model: Any) -> dict[str, torch.Tensor]:

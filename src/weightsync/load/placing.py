@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -23,6 +23,7 @@ from weightsync.tensors import spec_of
 from weightsync.types import Manifest, TensorSpec, TensorTable, dtype_name
 
 _CAST = "see dtype of publish, push or WeightManager, and dtype_overrides of the extractor"
+_IN_PLACE = "use ModuleWeightLoader(..., in_place=True)"
 _BUFFERS = "named_parameters() has no buffers: the module or an extractor has"
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
@@ -89,7 +90,7 @@ class Placing:
             placed = self._looked_at(manifest, self.live())
             self._seen = _seen(manifest.table, held, placed)
         if swapped and (held.modules is None or share_storage(_all_tensors(held.modules))):
-            _refuse_aliases(_walked(self._module), placed)
+            refuse_aliases(walked(self._module), placed.values())
         return placed
 
     def check(self, placed: Mapping[str, torch.Tensor]) -> Callable[[], None]:
@@ -218,7 +219,7 @@ _Modules = tuple[list[str], list[torch.nn.Module]]
 many new objects bring Python's collector to look at the whole model, which takes longer than a begin."""
 
 
-def _walked(root: torch.nn.Module) -> _Modules:
+def walked(root: torch.nn.Module) -> _Modules:
     """As torch does, without a generator for each level of the model."""
     paths: list[str] = []
     modules: list[torch.nn.Module] = []
@@ -236,7 +237,7 @@ def _walked(root: torch.nn.Module) -> _Modules:
 def named_tensors(root: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by every name they have, tied ones under each."""
     found: dict[str, torch.Tensor] = {}
-    for path, child in zip(*_walked(root), strict=True):
+    for path, child in zip(*walked(root), strict=True):
         start = f"{path}." if path else ""
         for name, parameter in child._parameters.items():
             if parameter is not None:
@@ -247,7 +248,7 @@ def named_tensors(root: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _refuse_aliases(modules: _Modules, placed: dict[str, torch.Tensor]) -> None:
+def refuse_aliases(modules: _Modules, swapped: Iterable[torch.Tensor], *, advice: str = _IN_PLACE) -> None:
     """Refuses to swap a tensor whose memory another tensor of the module looks into (q, k, v as views of one fused
     tensor, say): after the swap the other one would go on with the old weights, and no digest would see it.
 
@@ -265,7 +266,7 @@ def _refuse_aliases(modules: _Modules, placed: dict[str, torch.Tensor]) -> None:
     tensors = {id(value): value for held in holders for value in held.values() if value is not None}
     if not share_storage(tensors.values()):
         return
-    swapped = {id(tensor) for tensor in placed.values()}
+    taken = set(map(id, swapped))
     named = [
         (f"{path}.{name}" if path else name, value)
         for path, held in zip(paths, holders, strict=True)
@@ -273,10 +274,9 @@ def _refuse_aliases(modules: _Modules, placed: dict[str, torch.Tensor]) -> None:
         if value is not None
     ]
     for (name, one), (other_name, other) in overlapping(named):
-        if one in swapped or other in swapped:
+        if one in taken or other in taken:
             raise UnsupportedError(
-                f"{name} and {other_name} share memory: swapping one would leave the other on old weights; use "
-                "ModuleWeightLoader(..., in_place=True)",
+                f"{name} and {other_name} share memory: swapping one would leave the other on old weights; {advice}",
                 parameter=name,
             )
 

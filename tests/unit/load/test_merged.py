@@ -143,6 +143,23 @@ def test_what_can_not_be_merged_is_refused(
     loader.commit(bracket(loader, peft_model()).version)  # nothing is left open
 
 
+@pytest.mark.parametrize("how", ["tied", "a view of another"])
+def test_a_weight_that_is_also_elsewhere_is_not_merged_into(how: str) -> None:
+    """Seen red: the output layer got the embedding's adapter; a view of a fused weight got one that nobody reads."""
+    if how == "tied":
+        here, trained = base_model("qwen2"), peft_model("qwen2", target_modules=["q_proj", "embed_tokens"])
+    else:
+        here, trained = base_model(), peft_model()
+        attention: Any = here.model.layers[1].self_attn  # type: ignore[union-attr, index]
+        rows = [attention.q_proj.weight.detach(), attention.k_proj.weight.detach()]
+        attention.fused = torch.nn.Parameter(torch.cat(rows))
+        attention.q_proj.weight = torch.nn.Parameter(attention.fused.detach()[: len(rows[0])])
+    before, loader = state(here), MergedAdapterLoader(here)
+    with pytest.raises(UnsupportedError, match=r"another module's|share memory.*load the adapter into a PEFT model"):
+        bracket(loader, trained)
+    assert equal(state(here), before)
+
+
 def test_another_shape_or_half_an_adapter_is_refused() -> None:
     loader = MergedAdapterLoader(base_model())
     extractor = adapter_extractor(peft_model(rank=8))

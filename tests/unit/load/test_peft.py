@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.standins.lora import base_model, lora_config, peft_model, step
-from weightsync.errors import ConfigError, LoadError, ManifestMismatchError
+from weightsync.errors import ConfigError, LoadError, ManifestMismatchError, UnsupportedError
 from weightsync.extract.peft import adapter_extractor
 from weightsync.load.peft import PeftAdapterLoader, PeftBaseLoader
 from weightsync.peft_model import adapter_tensors
@@ -50,6 +50,51 @@ def test_an_adapter_that_was_replaced_is_not_written_past() -> None:
     here.add_adapter("default", lora_config())
     with pytest.raises(LoadError, match="another loader"):
         loader.begin(manifest_of(peft_model()))
+
+
+def sync(loader: PeftBaseLoader, tensors: dict[str, torch.Tensor], number: int) -> None:
+    loader.begin(contract_manifest(tensors, number))
+    loader.load_weights(Full(name=name, tensor=tensor) for name, tensor in tensors.items())
+    loader.verify()
+    loader.commit(Version(run_id="contract", number=number))
+
+
+@pytest.mark.parametrize("how", ["other buffers", "other parameters"])
+def test_a_base_whose_tensors_were_replaced_is_not_written_past(how: str) -> None:
+    """Seen red: its versions were proved in tensors that the model did not compute with any more."""
+    import peft
+
+    plain = base_model()
+    plain.register_buffer("scale", torch.ones(3))
+    here = peft.get_peft_model(plain, lora_config())
+    base = PeftAdapterLoader(here).base_tensors()
+    new = {name: torch.full_like(tensor, 7) for name, tensor in base.items()}
+    loader = PeftBaseLoader(here)
+    sync(loader, new, 1)
+    if how == "other buffers":
+        here.double().float()
+    else:
+        plain.load_state_dict({name: tensor.clone() for name, tensor in plain.state_dict().items()}, assign=True)
+    for look in (lambda: sync(loader, new, 2), lambda: list(loader.live_tensors()), loader.live_whole):
+        with pytest.raises(LoadError, match=r"the base of the model was replaced .* another loader"):
+            look()
+    sync(PeftBaseLoader(here), new, 3)
+    assert all(torch.equal(tensor, new[name]) for name, tensor in PeftAdapterLoader(here).base_tensors().items())
+
+
+def test_what_an_adapter_is_merged_into_in_place_is_refused() -> None:
+    """Seen red: versions were proved, and the model computed without them."""
+    here = peft_model()
+    adapter, base = PeftAdapterLoader(here), PeftBaseLoader(here)
+    tensors = dict(adapter.base_tensors())
+    here.merge_adapter()
+    with pytest.raises(UnsupportedError, match=r"merged in place.*unmerge it first"):
+        adapter.begin(manifest_of(peft_model()))
+    with pytest.raises(UnsupportedError, match="merged in place"):
+        base.begin(contract_manifest(tensors, 1))
+    here.unmerge_adapter()
+    adapter.begin(manifest_of(peft_model()))
+    base.begin(contract_manifest(tensors, 1))
 
 
 def test_what_is_no_peft_model_has_no_such_loader() -> None:
