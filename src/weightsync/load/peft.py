@@ -63,8 +63,8 @@ class _PartLoader(ModuleWeightLoader):
         for path, module in self._model.named_modules():
             if merged := getattr(module, "merged_adapters", None):
                 raise UnsupportedError(
-                    f"adapter {merged[0]!r} is merged in place: the model then computes with no adapter, and with another "
-                    "base; unmerge it first",
+                    f"adapter {merged[0]!r} is merged in place: the model computes with no adapter then, nor with its "
+                    "own base; unmerge it first",
                     parameter=clean_name(path),
                 )
 
