@@ -125,7 +125,7 @@ def _worker_of(engine: EmbeddedEngine) -> EngineWorker:
     Raises:
         ConfigError: it has several, or one elsewhere.
     """
-    only = engine._workers[0] if len(engine._workers) == 1 else None
+    only = next(iter(engine._workers)) if len(engine._workers) == 1 else None
     if not isinstance(only, EngineWorker):
         raise ConfigError(f"engine {engine.engine_id} has not one worker in this process: no adapter can be on it")
     return only

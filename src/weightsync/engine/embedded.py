@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION
-from concurrent.futures import wait as wait_for
-from typing import Protocol, TypeVar
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -16,17 +13,8 @@ from weightsync.codec.base import Codec
 from weightsync.engine.audited import found_together
 from weightsync.engine.gate import ServingGate
 from weightsync.engine.worker import EngineWorker
-from weightsync.errors import (
-    DeadlineExceededError,
-    DigestMismatchError,
-    EngineError,
-    NoEnginesError,
-    StateError,
-    SyncInProgressError,
-    WeightSyncError,
-    as_weightsync_error,
-    is_consequence,
-)
+from weightsync.engine.worker_calls import Worker, WorkerCalls
+from weightsync.errors import DigestMismatchError, NoEnginesError, StateError, SyncInProgressError, WeightSyncError
 from weightsync.handles.fanout import in_thread
 from weightsync.load.base import WeightLoader
 from weightsync.memory import LeaseReader
@@ -53,30 +41,12 @@ from weightsync.types import (
 from weightsync.types.deadline import MAX_WAIT_S
 from weightsync.types.process import of_one_process
 
-_T = TypeVar("_T")
 _DESCRIBE_TIMEOUT_S = 3.0
 _ABORT_TIMEOUT_S = 3.0
 _DRAIN_TIMEOUT_S = 1.0
 _ROLLBACK_TIMEOUT_S = 30.0
 
 _logger = logging.getLogger(__name__)
-
-
-class Worker(Protocol):
-    """What an engine asks of a worker: `EngineWorker`'s methods, there or in a process of its own."""
-
-    def describe(self) -> EngineReply: ...
-    def init(self, request: InitRequest) -> None: ...
-    def begin(self, request: BeginRequest) -> None: ...
-    def update(self, request: AnyUpdateRequest) -> None: ...
-    def stage(self, request: StageRequest) -> EngineReply: ...
-    def commit(self, name: str) -> Version: ...
-    def abort(self, name: str | None, reason: str) -> None: ...
-    def rollback(self, name: str, reason: str) -> None: ...
-    def audit(self, name: str) -> bool: ...
-    def verify(self, timeout_s: float) -> EngineReply: ...
-    def drain_phases(self) -> tuple[PhaseRecord, ...]: ...
-    def close(self) -> None: ...
 
 
 @of_one_process
@@ -96,7 +66,7 @@ class EmbeddedEngine:
     ) -> None:
         if not workers:
             raise NoEnginesError("an engine has at least one worker")
-        self._workers = list(workers)
+        self._workers = WorkerCalls(workers, engine_id)
         self._engine_id = engine_id
         self._gate = ServingGate(lease)
         self.is_leased = lease is not None
@@ -187,7 +157,7 @@ class EmbeddedEngine:
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
         """A trainer joins: whatever session there was is over, and so is its pause. A fence stays."""
-        self._all(lambda worker: worker.init(request), deadline)
+        self._workers.step(lambda worker: worker.init(request), deadline)
         with self._lock:
             self._open = None
         self._gate.release_other(None)
@@ -201,7 +171,7 @@ class EmbeddedEngine:
                 raise SyncInProgressError(f"session {self._open} is being committed", state_left="it goes on")
         self._gate.begin(request.session)
         try:
-            self._all(lambda worker: worker.begin(request), deadline)
+            self._workers.step(lambda worker: worker.begin(request), deadline)
         except WeightSyncError:
             self._abort(request.session, "begin failed on a worker")
             raise
@@ -216,14 +186,14 @@ class EmbeddedEngine:
             if not self._gate.fence_if_paused_by(update.session, why):
                 raise StateError("this engine is loaded in place: pause it before the first chunk")
         try:
-            self._all(lambda worker: worker.update(update), deadline)
+            self._workers.step(lambda worker: worker.update(update), deadline)
         except WeightSyncError:
             self._abort(update.session, "a chunk failed on a worker")
             raise
 
     def _stage(self, request: StageRequest, deadline: Deadline) -> EngineReply:
         try:
-            replies = self._all(lambda worker: worker.stage(request), deadline)
+            replies = self._workers.step(lambda worker: worker.stage(request), deadline)
         except WeightSyncError:
             self._abort(request.session, "staging failed on a worker")
             raise
@@ -258,7 +228,7 @@ class EmbeddedEngine:
             self._committing = True
             patching = self._patching
         try:
-            versions = self._all(lambda worker: worker.commit(request.session), deadline, settle=True)
+            versions = self._workers.step(lambda worker: worker.commit(request.session), deadline, settle=True)
         except WeightSyncError as error:
             if patching:
                 self._rollback(request.session, error)
@@ -281,7 +251,9 @@ class EmbeddedEngine:
         """Undoes a patch where it was committed already. Whether all of them could is looked at afterwards."""
         reason = f"commit failed on a worker: {error.message}"
         try:
-            self._all(lambda worker: worker.rollback(session, reason), Deadline(_ROLLBACK_TIMEOUT_S), settle=True)
+            self._workers.step(
+                lambda worker: worker.rollback(session, reason), Deadline(_ROLLBACK_TIMEOUT_S), settle=True
+            )
         except WeightSyncError as failed:
             _logger.error("engine %s: a patch was not undone on every worker: %s", self._engine_id, failed)
 
@@ -297,7 +269,7 @@ class EmbeddedEngine:
         with contextlib.suppress(WeightSyncError), self._gate.generation(timeout_s=MAX_WAIT_S):
             pass  # the pause is over
         try:
-            self._all(audit, Deadline(MAX_WAIT_S), settle=True)
+            self._workers.step(audit, Deadline(MAX_WAIT_S), settle=True)
         except WeightSyncError as error:
             _logger.warning("engine %s could not be audited: %s", self._engine_id, error)
 
@@ -313,7 +285,7 @@ class EmbeddedEngine:
                 self._fence_at(mine, reply.unhealthy or "its live weights are others")
             return reply
 
-        replies = self._all(verify, deadline, settle=True)
+        replies = self._workers.step(verify, deadline, settle=True)
         return found_together(replies, self._describe(deadline))
 
     def _fence_at(self, number: int, why: str) -> None:
@@ -347,7 +319,7 @@ class EmbeddedEngine:
         """
         aborted = True
         try:
-            self._all(lambda worker: worker.abort(session, reason), Deadline(_ABORT_TIMEOUT_S), settle=True)
+            self._workers.step(lambda worker: worker.abort(session, reason), Deadline(_ABORT_TIMEOUT_S), settle=True)
         except WeightSyncError as error:
             aborted = False  # a load may run on, and write yet
             _logger.warning("%s: session %s was not aborted on every worker: %s", self._engine_id, session, error)
@@ -360,10 +332,11 @@ class EmbeddedEngine:
                 whole = aborted and all(reply.serving for reply in self._described())
             except WeightSyncError:
                 whole = False
-            if whole:
-                self._gate.unfence()
-            else:
-                self._gate.fence(f"half-loaded: {reason}")
+            with self._lock:
+                if not whole:
+                    self._gate.fence(f"half-loaded: {reason}")
+                elif self._open is None:  # else the next session has fenced it, perhaps
+                    self._gate.unfence()
         self._gate.release(session)
         self._end_pause_phase(session)
 
@@ -379,7 +352,7 @@ class EmbeddedEngine:
     def _describe(self, deadline: Deadline) -> EngineReply:
         with self._lock:
             mine = self._num_fulls
-        replies = self._all(lambda worker: worker.describe(), deadline)
+        replies = self._workers.ask(lambda worker: worker.describe(), deadline.remaining_s)
         for reply in replies:
             if reply.digests_equal is False and not self._gate.fenced:  # told here before its audit has returned
                 self._fence_at(mine, reply.unhealthy or "its live weights are others")
@@ -401,7 +374,7 @@ class EmbeddedEngine:
         )
 
     def _described(self) -> list[EngineReply]:
-        return self._all(lambda worker: worker.describe(), Deadline(_DESCRIBE_TIMEOUT_S))
+        return self._workers.ask(lambda worker: worker.describe(), _DESCRIBE_TIMEOUT_S)
 
     def _writes_before_commit(self) -> bool:
         """Whether chunks of the open session go into live weights."""
@@ -417,7 +390,7 @@ class EmbeddedEngine:
         if drain:
             phases = list(self._recorder.drain())
             with contextlib.suppress(WeightSyncError):  # a worker that hangs must not hold up an answer for its timings
-                for drained in self._all(lambda worker: worker.drain_phases(), Deadline(_DRAIN_TIMEOUT_S)):
+                for drained in self._workers.ask(lambda worker: worker.drain_phases(), _DRAIN_TIMEOUT_S):
                     phases.extend(drained)
         return EngineReply(
             engine_id=self._engine_id,
@@ -427,24 +400,3 @@ class EmbeddedEngine:
             writes_live=self._is_writing_live(),
             phases=tuple(phases),
         )
-
-    def _all(self, step: Callable[[Worker], _T], deadline: Deadline, *, settle: bool = False) -> list[_T]:
-        """Runs `step` on all workers at once; raises the first failure (after all, where `settle`).
-
-        Raises:
-            DeadlineExceededError: a worker did not answer; its thread is left behind until it does.
-            WeightSyncError: what a worker raised.
-        """
-
-        def bound(worker: Worker) -> Callable[[], _T]:
-            return lambda: step(worker)
-
-        calls = [in_thread(bound(worker), name=f"{self._engine_id}-{i}") for i, worker in enumerate(self._workers)]
-        wait_for(calls, timeout=deadline.remaining_s, return_when=ALL_COMPLETED if settle else FIRST_EXCEPTION)
-        errors = [error for call in calls if call.done() and (error := call.exception()) is not None]
-        if errors:
-            first = min(errors, key=is_consequence)
-            raise as_weightsync_error(first, EngineError, "a worker failed", peer=self._engine_id) from first
-        if late := [index for index, call in enumerate(calls) if not call.done()]:
-            raise DeadlineExceededError(f"workers {late} did not answer within {deadline.said}", peer=self._engine_id)
-        return [call.result() for call in calls]

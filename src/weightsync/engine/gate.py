@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from weightsync.errors import DeadlineExceededError, NotServingError, StateError
 from weightsync.memory import LeaseReader
 from weightsync.types import Deadline, Version
-from weightsync.types.deadline import check_wait_s
+from weightsync.types.deadline import MAX_WAIT_S, check_wait_s
 
 _HELD_LOOK_S = 0.002
 """A hold is ended by another process, in shared memory."""
@@ -37,6 +37,7 @@ class ServingGate:
         self._in_pause = False  # whether the fence was put up inside a pause that still holds
         self._dead: str | None = None
         self._version: Version | None = None
+        self._one_looks = False  # of those who wait for the end of a hold
 
     @property
     def version(self) -> Version | None:
@@ -67,13 +68,24 @@ class ServingGate:
         """
         deadline = Deadline(check_wait_s("timeout_s", timeout_s, may_be_0=True))
         with self._changed:
-            while (refused := self._refusal()) is not None or self._waits():
-                if refused is not None:
-                    raise NotServingError(f"this engine refuses to serve: {refused}", state_left="fenced")
-                if deadline.expired:
-                    raise NotServingError(f"this engine has been paused for over {timeout_s:g} s", state_left="paused")
-                until_s = max(0.001, self._lease_end - time.monotonic()) if not self._held else _HELD_LOOK_S
-                self._changed.wait(min(deadline.remaining_s, until_s))
+            looks = False
+            try:
+                while (refused := self._refusal()) is not None or self._waits():
+                    if refused is not None:
+                        raise NotServingError(f"this engine refuses to serve: {refused}", state_left="fenced")
+                    if deadline.expired:
+                        raise NotServingError(
+                            f"this engine has been paused for over {timeout_s:g} s", state_left="paused"
+                        )
+                    if self._held and not self._one_looks:
+                        self._one_looks = looks = True
+                    self._changed.wait(
+                        min(deadline.remaining_s, _HELD_LOOK_S if looks and self._held else self._until_s())
+                    )
+            finally:
+                if looks:  # whoever else waits goes on by what it has seen, or looks in its place
+                    self._one_looks = False
+                    self._changed.notify_all()
             self._running += 1
             version = self._version
         try:
@@ -212,6 +224,10 @@ class ServingGate:
 
     def _waits(self) -> bool:
         return self._fenced is not None or self._is_paused() or self._held
+
+    def _until_s(self) -> float:
+        """How long to wait for a word: a pause may end without one."""
+        return max(0.001, self._lease_end - time.monotonic()) if self._is_paused() else MAX_WAIT_S
 
     def _is_paused(self) -> bool:
         if self._paused_by is not None and time.monotonic() >= self._lease_end:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from tests.unit.host.fakes import holds_pause
+from tests.unit.host.service_kit import wait_until
 from weightsync.engine import gate as gate_module
 from weightsync.engine.gate import ServingGate
 from weightsync.errors import DeadlineExceededError, NotServingError, StateError, WeightSyncError
@@ -230,6 +231,45 @@ def test_a_lease_that_ends_lets_waiting_generations_in_without_being_told() -> N
     with gate.generation(timeout_s=10):
         pass
     assert not holds_pause(gate, "dead trainer")
+
+
+class Hold:
+    """A lease of which a set is held, and who looks at it."""
+
+    def __init__(self) -> None:
+        self.looks: list[str] = []
+        self.on = True
+
+    def refusal(self) -> str | None:
+        return None
+
+    @property
+    def held(self) -> bool:
+        self.looks.append(threading.current_thread().name)
+        return self.on
+
+
+def test_of_all_that_wait_for_the_end_of_a_hold_one_looks() -> None:
+    """And another one where that gives up. Seen red: each looked every 2 ms: 64 of them took two thirds of a core."""
+    hold: Any = Hold()
+    gate = ServingGate(hold)
+
+    def passes(timeout_s: float) -> None:
+        with gate.generation(timeout_s=timeout_s):
+            pass
+
+    first = in_thread(lambda: passes(0.3), name="first")
+    wait_until(lambda: len(hold.looks) > 10, "it looks")
+    others = [in_thread(lambda: passes(60.0), name=f"other-{index}") for index in range(8)]
+    with pytest.raises(NotServingError, match="paused for over"):
+        first.result(60.0)
+    hold.looks.clear()
+    wait_until(lambda: len(hold.looks) > 100, "another one looks")
+    found = [hold.looks.count(f"other-{index}") for index in range(8)]
+    assert sorted(found)[-2] <= 6, found
+    hold.on = False
+    for other in others:
+        other.result(60.0)
 
 
 def test_a_lease_never_opens_a_fence() -> None:

@@ -384,7 +384,7 @@ def test_a_bracket_that_nobody_ends_is_ended_there(remote: Remote) -> None:
     silent._timeout_s = 2.0
     silent.begin(manifest_of(weights(2), 2))
     for _ in range(200):
-        if remote.engine._workers[0].session is None:  # type: ignore[attr-defined]
+        if next(iter(remote.engine._workers)).session is None:  # type: ignore[attr-defined]
             break
         threading.Event().wait(0.05)
     remote.sync(3)

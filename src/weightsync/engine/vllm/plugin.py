@@ -234,6 +234,7 @@ class WeightSyncTransferEngine:
         self._worker.abort(None, f"run {request.run_id} took over")
         self._loader.set_in_place(in_place)
         self._worker.init(request)
+        version_board.served = self._served  # `shutdown` ends it, and is vLLM's own way to let a trainer go, too
 
     def _step(self, message: VllmUpdateMessage) -> None:
         worker = self._worker
