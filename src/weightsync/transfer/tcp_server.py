@@ -245,6 +245,7 @@ class BlockServer:
             offset, length = source.block(block)
             with self._lock:
                 transfer.asked_bytes += length
+            transfer.idle.asked()
             head = answer_bytes(Answer(code=Code.OK, block=block, offset=offset, length=length))
             self._send(connection, transfer, head, offset, length)
 
