@@ -387,7 +387,9 @@ def read_block(served: Served, transfer: Transfer) -> None:
         connection.sendall(HELLO.pack(MAGIC, bytes.fromhex(transfer.id)) + ask_bytes(0))
         left = ANSWER.size + transfer.source.block(0)[1]
         while left:
-            left -= len(connection.recv(left))
+            part = connection.recv(left)
+            assert part
+            left -= len(part)
     wait_until(lambda: not transfer.num_reading)
 
 
