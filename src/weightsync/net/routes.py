@@ -40,22 +40,21 @@ def dialled(places: Places, within: Deadline) -> socket.socket:
     """A connection to the first of these addresses that answers. One that is silent has its share of that time.
 
     Raises:
-        OSError: the last one's.
+        OSError: the last one's, of those whose family this kernel has.
     """
     failed: OSError | None = None
     for index, (family, kind, protocol, _, place) in enumerate(places):
-        connection = socket.socket(family, kind, protocol)
-        try:
-            connection.settimeout(max(_MOMENT_S, within.remaining_s / (len(places) - index)))
-            connection.connect(place)
-        except OSError as error:
-            connection.close()
-            failed = error
-        except BaseException:
-            connection.close()
-            raise
-        else:
-            return connection
+        with contextlib.ExitStack() as stack:
+            try:
+                connection = stack.enter_context(socket.socket(family, kind, protocol))
+                connection.settimeout(max(_MOMENT_S, within.remaining_s / (len(places) - index)))
+                connection.connect(place)
+            except OSError as error:
+                if failed is None or error.errno != errno.EAFNOSUPPORT:  # which says nothing of the host
+                    failed = error
+            else:
+                stack.pop_all()
+                return connection
     raise failed or OSError("its name has no address")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from types import SimpleNamespace
@@ -173,3 +174,27 @@ def test_a_slow_look_up_takes_nothing_of_the_time_to_connect(
             assert given == [pytest.approx(stream_s)] * 2
         with pytest.raises(DeadlineExceededError), client._connected(Deadline(3.0)):
             pass
+
+
+def test_an_address_of_a_family_that_the_kernel_lacks_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: where it was the first the others were not tried; where it was the last, the error said "Address family
+    not supported" of an agent that was down."""
+    lacking = (socket.AddressFamily.AF_APPLETALK, socket.SOCK_STREAM, 0, "", ("::1", 1))
+    new = socket.socket
+
+    def made(family: int, *more: int) -> socket.socket:
+        if family == lacking[0]:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return new(family, *more)
+
+    with new() as nobody, socket.create_server(("127.0.0.1", 0)) as answers:
+        nobody.bind(("127.0.0.1", 0))
+        there, gone = looked_up(answers.getsockname()), looked_up(nobody.getsockname())
+        monkeypatch.setattr(socket, "socket", made)
+        with dialled([lacking, *there], Deadline(10)) as connection:
+            assert connection.getpeername() == answers.getsockname()
+        for places in ([*gone, lacking], [lacking, *gone]):
+            with pytest.raises(ConnectionRefusedError):
+                dialled(places, Deadline(10))
+        with pytest.raises(OSError, match="not supported"):
+            dialled([lacking], Deadline(10))
