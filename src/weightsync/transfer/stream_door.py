@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 from weightsync.net.routes import listening
 from weightsync.transfer.blocks import ASK, HELLO, MAGIC, Answer, Code, answer_bytes, parse_ask
+from weightsync.types.process import closed_in_children
 
 HELLO_WITHIN_S = 5.0
 MAX_SILENT, MAX_SILENT_A_PEER = 128, 64
@@ -81,6 +82,7 @@ class StreamDoor(Generic[_T]):
         self._closed = False
         self.rejected: collections.Counter[str] = collections.Counter()
         self._listener = listening(host, port, backlog=1024)
+        closed_in_children(self, lambda door: door._listener.close())  # the port is free when the parent ends
         self.port = int(self._listener.getsockname()[1])
 
     @property
