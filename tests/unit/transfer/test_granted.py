@@ -242,6 +242,34 @@ def test_an_end_shuts_the_socket_and_not_its_tls(served: Served) -> None:
     ends[1].close()
 
 
+def test_with_tls_a_stream_holds_a_piece_of_its_block(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stops where the transfer ends. Seen red: it held all of it, 4 MiB, gigabytes for a hundred receivers."""
+    most, data = 10_000, os.urandom(SIZE)
+    monkeypatch.setattr(tcp_server, "_PIECE_BYTES", most, raising=False)
+    monkeypatch.setattr(served.server, "_tls", object())
+    served.segments[0].memory[:] = data
+    transfer, sent = served.grant(0), list[bytes]()
+
+    class Ending:
+        settimeout = staticmethod(lambda _: None)
+
+        @staticmethod
+        def sendall(piece: bytes) -> None:
+            sent.append(piece)
+            if len(sent) == 10:
+                transfer.end(ok=False)
+
+    connection: Any = Ending()
+    served.server._send(connection, transfer, b"head", 4096, SIZE - 4096)
+    assert b"".join(sent) == b"head" + data[4096:]
+    assert max(len(piece) for piece in sent) == most
+    assert served.server.sent_bytes == SIZE - 4096
+    with pytest.raises(ConnectionAbortedError, match="over"):
+        served.server._send(connection, transfer, b"head", 4096, SIZE - 4096)
+    assert transfer.over
+    assert len(sent) == 10
+
+
 # --- who is too slow for the trainer ---
 
 
