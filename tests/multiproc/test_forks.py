@@ -34,6 +34,7 @@ from weightsync.host.staging import Staging
 from weightsync.memory import Lock, Segment
 from weightsync.memory.serving import ServingLease
 from weightsync.trainer.publisher import WeightManager
+from weightsync.transfer.peer_server import PeerServer
 from weightsync.types import Deadline
 from weightsync.types.closing import Closing
 from weightsync.types.process import of_one_process
@@ -207,12 +208,14 @@ def closing_forks() -> None:
 def dies_and_leaves_a_fork(lease_path: str, conn: Any) -> None:
     server = EngineServer(EmbeddedEngine.of(ModuleWeightLoader(Model())), port=free_port())
     url, lease = server.start(), ServingLease(lease_path)
+    relay = PeerServer("127.0.0.1", free_port())
+    relay.start()
     begun, begins = os.pipe()
     if (child := os.fork()) == 0:
         os.write(begins, b"x")
         signal.pause()
     os.read(begun, 1)  # what a fork closes it closes as it begins, which a busy machine may put off
-    conn.send((url, child, lease.left_s))
+    conn.send((urlsplit(url).port, relay.port, child, lease.left_s))
     signal.pause()
 
 
@@ -269,20 +272,21 @@ def test_a_forked_child_enters_no_block_of_its_parents() -> None:
 
 
 def test_a_fork_that_outlives_its_parent_holds_no_port_and_no_lease(tmp_path: Path) -> None:
-    """Seen to fail: "another process writes the lease file", and an address in use, for a successor."""
+    """Seen to fail: "another process writes the lease file", and an address in use, for a successor. Seen red: of the
+    port by which a host relays."""
     path = str(tmp_path / "lease")
     with children() as start:
         parent = start(dies_and_leaves_a_fork, path, talk=True)
-        url, fork, _ = parent.recv(60)
+        *ports, fork, _ = parent.recv(60)
         try:
             parent.kill()
             os.kill(fork, 0)
             with ServingLease(path):
                 pass
-            port = urlsplit(url).port
-            with socket.socket() as listener:
-                listener.bind(("127.0.0.1", port))
-                listener.listen()
+            for port in ports:
+                with socket.socket() as listener:
+                    listener.bind(("127.0.0.1", port))
+                    listener.listen()
         finally:
             os.kill(fork, signal.SIGKILL)
 

@@ -30,6 +30,7 @@ from weightsync.errors import (
     TransferError,
 )
 from weightsync.host.puller import Puller
+from weightsync.host.settings import RolloutConfig
 from weightsync.memory import Reader, Segment, is_read
 from weightsync.trainer import publisher as manager_module
 from weightsync.trainer.publisher import WeightManager
@@ -361,6 +362,14 @@ def test_one_transfers_connections_are_bounded(patient: Served) -> None:
         assert exactly(one_more, 1) == b""
         assert patient.server.rejected["full"] == 1
         patient.reader(patient.grant("other")).read()
+
+
+def test_no_setting_asks_for_more_streams_than_a_transfer_may_have() -> None:
+    """Seen red: up to 1,024 were accepted, and with more than 128 no pull of so many blocks ever ended."""
+    most = stream_door.MAX_STREAMS_A_TRANSFER
+    assert RolloutConfig(num_streams=most).num_streams == most
+    with pytest.raises(ConfigError, match=f"from 1 to {most}, not {most + 1}"):
+        RolloutConfig(num_streams=most + 1)
 
 
 # --- slow peers ---

@@ -76,7 +76,6 @@ ELSEWHERE = {
     "memory/mapped": "multiproc/test_push_ipc_faults.py",
     "transfer/shm": "multiproc/test_pull_faults.py",
     "transfer/tcp": "multiproc/test_pull_tcp.py",
-    "transfer/stream_door": "multiproc/test_pull_tcp.py",
     # Relaying: by hosts and agents of one process, over real sockets.
     "host/renewal": "unit/agent/test_grants_renewal.py",
     "transfer/relay_standing": "unit/transfer/test_relay_pick.py",
@@ -143,7 +142,6 @@ ELSEWHERE = {
     "verbs/order_taker": "multiproc/test_push_orders.py",
     "host/delta_intake": "multiproc/test_pull_delta.py",
     "agent/prover": "unit/agent/test_api.py",
-    "clients/controller": "unit/control/test_server.py",
     "clients/async_controller": "unit/handles/test_hostile_servers.py",
     "codec/base": "unit/codec/test_full.py",
     "codec/delta_format": "unit/codec/test_delta_damage.py",

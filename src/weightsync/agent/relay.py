@@ -12,6 +12,7 @@ from weightsync.agent.proved import Proved
 from weightsync.agent.receivers import ReceiverBook
 from weightsync.agent.relay_board import RelayBoard
 from weightsync.errors import NotRegisteredError
+from weightsync.net.auth import unmapped
 from weightsync.net.messages import decode
 from weightsync.net.server import json_of
 from weightsync.transfer.tcp_server import BlockServer
@@ -66,7 +67,7 @@ class Relaying:
             )
         if report.transfer_id is not None:
             self._blocks.renew(report.transfer_id)
-        address = request.client.host if request.client is not None else "127.0.0.1"
+        address = unmapped(request.client.host) if request.client is not None else "127.0.0.1"
         with self._lock:
             changed = self._board.report(report, address=address)
         if changed:

@@ -28,7 +28,7 @@ from weightsync.types.service import NotifyRequest
 RUNS = "a weightsync controller"
 """What answers, for messages."""
 _MARGIN_S = 5.0
-_ROUND_S = 60.0  # a wait at the gate is asked for in rounds of so many seconds, so that no proxy ends it
+_ROUND_S = 25.0  # a wait at the gate is asked for in rounds of so many seconds, so that no proxy ends it: many wait 60
 
 Answer = Literal["continue", "block"]
 _M = TypeVar("_M", bound=ModelRequest)

@@ -18,11 +18,11 @@ from weightsync.net.auth import check_exposure, checked_token, is_loopback
 from weightsync.net.routes import address_towards, url_towards
 from weightsync.net.server import TlsFiles
 from weightsync.objects.urls import is_store_url
+from weightsync.transfer.stream_door import MAX_STREAMS_A_TRANSFER
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.spec import check_config_id
 from weightsync.types.transfer_messages import MODES, Transport
 
-_MAX_STREAMS = 1024
 _MAX_PEERS = 64
 
 
@@ -231,5 +231,5 @@ def pull_settings(config: WeightSyncConfig) -> dict[str, Any]:
 
 def check_num_streams(num_streams: int) -> None:
     """Raises ConfigError where that is no number of connections."""
-    if type(num_streams) is not int or not 1 <= num_streams <= _MAX_STREAMS:
-        raise ConfigError(f"num_streams is a whole number from 1 to {_MAX_STREAMS}, not {num_streams!r}")
+    if type(num_streams) is not int or not 1 <= num_streams <= MAX_STREAMS_A_TRANSFER:
+        raise ConfigError(f"num_streams is a whole number from 1 to {MAX_STREAMS_A_TRANSFER}, not {num_streams!r}")

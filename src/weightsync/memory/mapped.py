@@ -36,7 +36,7 @@ class MappedSegment(_Mapping):
     The memory lives as long as this mapping, also after its owner unlinked it or died.
 
     Raises:
-        SharedMemoryError: no such segment of this user, or a shorter one. Nothing was mapped.
+        SharedMemoryError: no such segment of this user, a shorter one, or no room to map it. Nothing was mapped.
     """
 
     def __init__(self, name: str, *, need_bytes: int) -> None:
@@ -49,8 +49,10 @@ class MappedSegment(_Mapping):
                     f"{folder()}/{name} has {self.size_bytes} bytes, {need_bytes} were announced: nothing was mapped"
                 )
             self._map = mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_COPY)
-        except BaseException:
+        except BaseException as error:
             os.close(self._fd)
+            if isinstance(error, OSError | ValueError):
+                raise SharedMemoryError(f"{folder()}/{name} can't be mapped: {error}") from error
             raise
         self._closed = False
         advise(self._map, Advice.POPULATE_READ)

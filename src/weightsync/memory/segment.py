@@ -26,7 +26,7 @@ from weightsync.memory.private_folder import reclaim_folders
 from weightsync.types.closing import Closing
 
 _OWNED = re.compile(PREFIX + r"[0-9]+-[0-9a-f]{16}")
-_ROOM = "raise the size of /dev/shm (a container's --shm-size) or lower chunk_bytes"
+_ROOM = "raise the size of /dev/shm (a container's --shm-size)"
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _MAPPED_AT_ONCE_BYTES = 64 << 20
@@ -47,18 +47,20 @@ class Segment(Closing):
         size_bytes: above 0.
         mapped: whether its pages are mapped when it is made. False: a thread maps them while others write already,
             unless that cost it its huge pages.
+        instead: what else to do where there is no room, for the error.
 
     Raises:
         SharedMemoryError: there is no room; says how much is left. Nothing was allocated.
         UnsupportedError: the system has no named shared memory.
     """
 
-    def __init__(self, size_bytes: int, *, mapped: bool = True) -> None:
+    def __init__(self, size_bytes: int, *, mapped: bool = True, instead: str = "") -> None:
         if size_bytes < 1:
             raise SharedMemoryError(f"a segment has at least one byte, not {size_bytes}")
         with contextlib.suppress(OSError):  # it costs nobody a segment that others' can't be cleaned up just now
             reclaim_dead()
         self.size_bytes = size_bytes
+        self._advice = f"{_ROOM} or {instead}" if instead else _ROOM
         self.name, self._lock_fd = locked_file()
         self._pid = os.getpid()
         self._closed = False
@@ -76,7 +78,8 @@ class Segment(Closing):
         left = free_bytes()
         if self.size_bytes > left:
             raise SharedMemoryError(
-                f"a shared-memory segment of {self.size_bytes} bytes has no room: {folder()} has {left} left; {_ROOM}",
+                f"a shared-memory segment of {self.size_bytes} bytes has no room: {folder()} has {left} left; "
+                f"{self._advice}",
                 state_left="nothing was allocated",
             )
         try:
@@ -91,7 +94,7 @@ class Segment(Closing):
             full = error.errno in (errno.ENOSPC, errno.ENOMEM)
             raise SharedMemoryError(
                 f"a shared-memory segment of {self.size_bytes} bytes could not be allocated ({error.strerror}): "
-                f"{folder()} has {free_bytes()} left{f'; {_ROOM}' if full else ''}",
+                f"{folder()} has {free_bytes()} left{f'; {self._advice}' if full else ''}",
                 state_left="nothing was allocated",
             ) from error
         if not all_mapped:

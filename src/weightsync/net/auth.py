@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import socket
@@ -55,6 +56,13 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def unmapped(host: str) -> str:
+    """An address as its own network writes it: who listens on "::" has callers by IPv4 as ::ffff:a.b.c.d."""
+    with contextlib.suppress(ValueError):
+        return str(getattr(ipaddress.ip_address(host), "ipv4_mapped", None) or host)
+    return host
 
 
 def is_nearby(host: str) -> bool:

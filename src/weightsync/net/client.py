@@ -16,7 +16,7 @@ from weightsync.net.auth import bearer_headers
 from weightsync.net.exchange import Answer, TimedSocket, answer_to, trusted
 from weightsync.net.http_edge import NO_ENCODING, answer_in, answered_error, broken_exchange, checked_url, reply_limit
 from weightsync.net.messages import encode
-from weightsync.net.routes import dialled
+from weightsync.net.routes import dialled, looked_up
 from weightsync.types import Deadline
 
 _T = TypeVar("_T")
@@ -35,7 +35,7 @@ class JsonClient:
         url: e.g. "http://127.0.0.1:8123".
         runs: what should be running there, for messages.
         token: bearer token of the server.
-        connect_timeout_s: how long to try to connect.
+        connect_timeout_s: how long to try to connect, once the host's name is looked up.
         verify: whether to check an https server's certificate; or the PEM file of the authority that signed it.
         peer: the name that errors carry; the URL where not given.
 
@@ -157,9 +157,11 @@ class JsonClient:
     def _connected(self, deadline: Deadline) -> Iterator[TimedSocket]:
         with contextlib.ExitStack() as stack:
             try:
-                left_s = deadline.check(f"connection to {self.url}", peer=self.peer)
-                within = Deadline(min(self._connect_timeout_s, left_s))
-                plain = stack.enter_context(dialled((self._host, self._port), within))
+                awaited = f"connection to {self.url}"
+                deadline.check(awaited, peer=self.peer)
+                places = looked_up((self._host, self._port))
+                within = Deadline(min(self._connect_timeout_s, deadline.check(awaited, peer=self.peer)))
+                plain = stack.enter_context(dialled(places, within))
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 ready = plain
                 if self._tls is not None:

@@ -21,6 +21,7 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from weightsync.net.auth import unmapped
 from weightsync.net.log import logger
 
 HANDSHAKE_WITHIN_S = 10.0
@@ -156,7 +157,7 @@ class Door:
             except OSError as error:
                 self._out_of(error)
                 return
-            self._enter(connection, _peer(address), room)
+            self._enter(connection, counted_as(address), room)
 
     def _out_of(self, error: OSError) -> None:
         """Who waits longest makes room; where nobody does, those that knock wait in the kernel's queue."""
@@ -223,9 +224,9 @@ class Door:
             visit.task = None
 
 
-def _peer(address: object) -> str:
-    """Who a connection counts for: an address; of IPv6, a network, of which one host has many."""
-    host = str(address[0]) if isinstance(address, tuple) and address else ""
+def counted_as(address: object) -> str:
+    """Who a connection counts for: an address; of IPv6, a network, of whose addresses one host has many."""
+    host = unmapped(str(address[0])) if isinstance(address, tuple) and address else ""
     with contextlib.suppress(ValueError):
         if ":" in host:
             return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))

@@ -76,7 +76,7 @@ class TimedSocket:
 
     def makefile(self, mode: str) -> io.BufferedReader:
         assert mode == "rb"
-        return io.BufferedReader(_Reader(self))
+        return _SizedReader(_Reader(self))
 
     def close(self) -> None:
         """Its owner closes it."""
@@ -103,3 +103,12 @@ class _Reader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         return self._timed._recv_into(buffer)
+
+
+class _SizedReader(io.BufferedReader):
+    """Reads so many bytes, never all that come: a chunk's length is what the server says, and may be below nothing."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            raise http.client.HTTPException("a chunk of negative length")
+        return super().read(size)

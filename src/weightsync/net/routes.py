@@ -8,7 +8,8 @@ import fcntl
 import functools
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from weightsync.errors import ConfigError
@@ -21,27 +22,39 @@ _MOMENT_S = 0.001
 _SIOCGIFADDR = 0x8915
 
 
-def dialled(address: tuple[str, int], within: Deadline) -> socket.socket:
-    """A connection to the first address of that host which answers. One that is silent has its share of that time.
+Places = Sequence[tuple[Any, ...]]
+"""Addresses of a host, as `socket.getaddrinfo` has them."""
+
+
+def looked_up(address: tuple[str, int]) -> Places:
+    """Where a stream may reach that host and port. It takes as long as name servers take, which nothing bounds: a time
+    to connect begins behind it.
 
     Raises:
-        OSError: the last one's.
+        OSError, ValueError, OverflowError: it is nowhere.
+    """
+    return socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+
+
+def dialled(places: Places, within: Deadline) -> socket.socket:
+    """A connection to the first of these addresses that answers. One that is silent has its share of that time.
+
+    Raises:
+        OSError: the last one's, of those whose family this kernel has.
     """
     failed: OSError | None = None
-    places = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     for index, (family, kind, protocol, _, place) in enumerate(places):
-        connection = socket.socket(family, kind, protocol)
-        try:
-            connection.settimeout(max(_MOMENT_S, within.remaining_s / (len(places) - index)))
-            connection.connect(place)
-        except OSError as error:
-            connection.close()
-            failed = error
-        except BaseException:
-            connection.close()
-            raise
-        else:
-            return connection
+        with contextlib.ExitStack() as stack:
+            try:
+                connection = stack.enter_context(socket.socket(family, kind, protocol))
+                connection.settimeout(max(_MOMENT_S, within.remaining_s / (len(places) - index)))
+                connection.connect(place)
+            except OSError as error:
+                if failed is None or error.errno != errno.EAFNOSUPPORT:  # which says nothing of the host
+                    failed = error
+            else:
+                stack.pop_all()
+                return connection
     raise failed or OSError("its name has no address")
 
 

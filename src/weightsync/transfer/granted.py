@@ -18,7 +18,8 @@ from weightsync.types import Version
 from weightsync.types.publication import Source
 
 RENEWABLE_S = 1800.0
-"""From the grant on a receiver may say for so long that it is at work, without reading: terabytes need room."""
+"""From the grant on, or the last block that it asked for, a receiver may say for so long that it is at work, without
+reading: terabytes need room."""
 
 
 class IdleClock:
@@ -38,6 +39,11 @@ class IdleClock:
                 return False
             self._since_s = now_s
             return True
+
+    def asked(self) -> None:
+        """A block is read now."""
+        with self._lock:
+            self._renewable_until_s = time.monotonic() + RENEWABLE_S
 
     def count(self, step: int) -> None:
         """One connection more reads, or one less."""

@@ -113,7 +113,8 @@ class ShmLender(MemoryLender):
                 self._segments[slot] = None
                 segment.give_back_pages()  # idle engines map it still, and would keep its memory from the next one
                 segment.close()  # first: both at once may have no room
-            segment = self._segments[slot] = Segment(-(-nbytes // BLOCK_BYTES) * BLOCK_BYTES)
+            whole = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+            segment = self._segments[slot] = Segment(whole, instead="lower chunk_bytes")
         return torch.frombuffer(segment.memory, dtype=torch.uint8)[:nbytes]
 
     def handle(self, slot: int, offset_bytes: int, size_bytes: int) -> SharedMemoryHandle:

@@ -15,13 +15,15 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from weightsync.net.door import counted_as
 from weightsync.net.routes import listening
 from weightsync.transfer.blocks import ASK, HELLO, MAGIC, Answer, Code, answer_bytes, parse_ask
+from weightsync.types.process import closed_in_children
 
 HELLO_WITHIN_S = 5.0
 MAX_SILENT, MAX_SILENT_A_PEER = 128, 64
-"""Connections that have not shown a transfer yet, in all and from one address. Beyond it the oldest goes, of that
-address or of the one that has most: an honest one speaks at once."""
+"""Connections that have not shown a transfer yet, in all and of one peer (`counted_as`). Beyond it the oldest
+goes, of that peer or of the one that has most: an honest one speaks at once."""
 MAX_STREAMS = 1536
 """Connections that read a granted transfer, each with a thread."""
 MAX_STREAMS_A_TRANSFER = 128
@@ -76,11 +78,12 @@ class StreamDoor(Generic[_T]):
         self._max_streams = max_streams
         self._max_streams_each = max_streams_each
         self._lock = threading.Lock()
-        self._silent: dict[socket.socket, str] = {}  # with the peer's address; the oldest first
+        self._silent: dict[socket.socket, str] = {}  # with whom it counts for; the oldest first
         self._num_streams = 0
         self._closed = False
         self.rejected: collections.Counter[str] = collections.Counter()
         self._listener = listening(host, port, backlog=1024)
+        closed_in_children(self, lambda door: door._listener.close())  # the port is free when the parent ends
         self.port = int(self._listener.getsockname()[1])
 
     @property
@@ -101,12 +104,13 @@ class StreamDoor(Generic[_T]):
     def _accept(self) -> None:
         while not self._closed:
             try:
-                connection, (peer, *_) = self._listener.accept()
+                connection, address = self._listener.accept()
             except OSError:
                 if self._closed:
                     return
                 threading.Event().wait(0.05)  # out of descriptors: others may be given back
                 continue
+            peer = counted_as(address)
             with self._lock:
                 if (oldest := self._one_too_many(peer)) is not None:
                     del self._silent[oldest]

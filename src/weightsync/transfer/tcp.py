@@ -21,7 +21,7 @@ from weightsync.errors import (
     TransferError,
     WeightSyncError,
 )
-from weightsync.net.routes import dialled
+from weightsync.net.routes import dialled, looked_up
 from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, Code, ask_bytes, checksum, parse_answer
 from weightsync.transfer.source import Arrived, Checksums, Destination
 from weightsync.transfer.threads import start_threads
@@ -43,7 +43,8 @@ class TcpSource:
         stall_s: a connection over which nothing comes for so long is given up and opened anew.
         tls: for a server that speaks TLS; with `server_hostname` of the host.
         name: of the server, for errors; the source's endpoint where not given.
-        connect_s: a connection that is not open after so long never will be; `stall_s` where not given.
+        connect_s: a connection that is not open so long after its host's name was looked up never will be; `stall_s`
+            where not given.
         max_tries: so often in a row a stream may break before the server counts as gone.
     """
 
@@ -177,8 +178,8 @@ class TcpSource:
 
     @contextlib.contextmanager
     def _connected(self, deadline: Deadline) -> Iterator[socket.socket]:
-        timeout_s = max(0.001, min(self.stall_s, deadline.remaining_s))
-        connection = self._connect(timeout_s if self.connect_s is None else min(timeout_s, self.connect_s))
+        connection = self._connect(deadline)
+        timeout_s = self._timeout_s(deadline)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self.tls is not None:
@@ -198,9 +199,15 @@ class TcpSource:
                 self._open.discard(connection)
             connection.close()
 
-    def _connect(self, within_s: float) -> socket.socket:
+    def _timeout_s(self, deadline: Deadline) -> float:
+        return max(0.001, min(self.stall_s, deadline.remaining_s))
+
+    def _connect(self, deadline: Deadline) -> socket.socket:
         try:
-            connection = dialled(self.address, Deadline(within_s))
+            places = looked_up(self.address)
+            timeout_s = self._timeout_s(deadline)
+            within_s = timeout_s if self.connect_s is None else min(timeout_s, self.connect_s)
+            connection = dialled(places, Deadline(within_s))
             connection.settimeout(within_s)
             return connection
         except (ValueError, OverflowError) as error:  # a UnicodeError among them; a peer's address is what it said

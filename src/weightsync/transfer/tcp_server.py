@@ -23,6 +23,8 @@ from weightsync.types import Version
 from weightsync.types.publication import Source
 
 _MAX_TRANSFERS = 256
+_PIECE_BYTES = 256 << 10
+"""With TLS each stream holds so many bytes of its block."""
 _LEASE_IDLE_S = 1.0
 """A leased transfer that nobody reads for so long may be of a receiver that was killed: the publisher comes first."""
 _SWEEP_EVERY_S = 0.05
@@ -245,6 +247,7 @@ class BlockServer:
             offset, length = source.block(block)
             with self._lock:
                 transfer.asked_bytes += length
+            transfer.idle.asked()
             head = answer_bytes(Answer(code=Code.OK, block=block, offset=offset, length=length))
             self._send(connection, transfer, head, offset, length)
 
@@ -252,16 +255,19 @@ class BlockServer:
         connection.settimeout(self._stall_s)
         if self._tls is not None:
             connection.sendall(head)
-            connection.sendall(os.pread(transfer.fd, length, offset))
-            self._count(length)
-            return
-        connection.sendall(head, socket.MSG_MORE)
-        wait_in_kernel(connection, self._stall_s)  # else sendfile would have to be tried and waited for
+        else:
+            connection.sendall(head, socket.MSG_MORE)
+            wait_in_kernel(connection, self._stall_s)  # else sendfile would have to be tried and waited for
         end = offset + length
         while offset < end:
             if transfer.over:
                 raise ConnectionAbortedError("the transfer is over")
-            sent = os.sendfile(connection.fileno(), transfer.fd, offset, end - offset)
+            if self._tls is not None:
+                piece = os.pread(transfer.fd, min(_PIECE_BYTES, end - offset), offset)
+                connection.sendall(piece)
+                sent = len(piece)
+            else:
+                sent = os.sendfile(connection.fileno(), transfer.fd, offset, end - offset)
             if sent == 0:
                 raise ConnectionAbortedError("the segment is shorter than it was")
             offset += sent

@@ -115,6 +115,7 @@ HARM: dict[str, Answer] = {
     "nothing": lambda raw: time.sleep(LATE_S),
     "endless body": endless(OK + b"\r\n", b" " * 65536),
     "endless chunks": endless(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 65536 + b"\r\n"),
+    "a chunk below nothing": endless(OK + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n", b" " * 65536),
     "endless error": endless(b"HTTP/1.1 500 Oops\r\n\r\n", b'{"error":"' * 6000),
     "endless header": endless(OK, b"X: " + b"y" * 60_000),
     "endless headers": endless(OK, b"X: y\r\n" * 1000),
@@ -167,6 +168,17 @@ def test_an_answer_is_cut_where_it_gets_too_long(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys.modules[__name__], "TIMEOUT_S", 30.0)
     with answering(HARM[harm]) as (url, _), pytest.raises(EngineError, match=f"over {1 << 20} bytes"):
         CALLS[name](url, TOKEN)
+
+
+def test_a_chunk_of_negative_length_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: all that came until the deadline was read, whatever the limit, and then said to be incomplete."""
+    monkeypatch.setattr(sys.modules[__name__], "TIMEOUT_S", 30.0)
+    said = OK + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n" + b" " * (4 << 20)
+    with (
+        answering(lambda raw: raw.sendall(said)) as (url, _),
+        pytest.raises(EngineUnreachableError, match="a chunk of negative length"),
+    ):
+        CALLS["agent"](url, TOKEN)
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import resource
@@ -24,6 +25,7 @@ from weightsync.memory import advice as advice_module
 from weightsync.memory import mapped as mapped_module
 from weightsync.memory import segment as segment_module
 from weightsync.memory.advice import Advice
+from weightsync.memory.mapped import SharedSegment
 from weightsync.memory.segment import unlink_own
 
 quiet = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -336,6 +338,22 @@ def test_only_a_users_own_regular_files_are_opened(own_folder: Path) -> None:
     assert reclaim_dead() == (), "what is not named like a segment is nobody's to unlink"
     for path in own_folder.iterdir():
         path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_what_the_kernel_does_not_map_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a bare OSError, of no name, which a pull neither types nor tries again."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with Segment(5000) as segment:
+        num_open = len(os.listdir("/proc/self/fd"))
+        for mapping in (lambda: MappedSegment(segment.name, need_bytes=5000), lambda: SharedSegment(segment.name)):
+            with monkeypatch.context() as patched:
+                patched.setattr(mapped_module.mmap, "mmap", refused)
+                with pytest.raises(SharedMemoryError, match=f"{segment.name} can't be mapped: .*annot allocate memory"):
+                    mapping()
+        assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 # The host.

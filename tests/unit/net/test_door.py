@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from weightsync.net import protocol as protocol_module
+from weightsync.net.door import counted_as
 from weightsync.net.log import OneAWhile
 from weightsync.net.server import Api, ServerSettings, ServerThread, TlsFiles
 
@@ -266,3 +268,19 @@ def test_a_kind_of_line_is_written_once_a_while_and_then_counted() -> None:
     assert last.getMessage() == "cut 8"
     assert not any(not told.filter(record(f"kind {number}")) for number in range(1000))
     assert len(told._told) <= 64
+
+
+@pytest.mark.parametrize(
+    ("address", "counted"),
+    [
+        (("10.0.0.2", 1), "10.0.0.2"),
+        (("::ffff:10.0.0.2", 1, 0, 0), "10.0.0.2"),
+        (("2001:db8::2", 1, 0, 0), "2001:db8::/64"),
+        (("fe80::2%eth0", 1, 0, 2), "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_whom_a_connection_counts_for(address: Any, counted: str) -> None:
+    """Seen red: a server on "::" counted all callers by IPv4 as one peer, ::/64, so that a crowd took everybody's
+    places."""
+    assert counted_as(address) == counted

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.standins.clock import StandingClock
 from tests.standins.deaf import deaf_server
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, DeadlineExceededError
 from weightsync.net import routes
+from weightsync.net.client import JsonClient
 from weightsync.net.routes import (
     address_towards,
     dialled,
     interface_towards,
     listening,
+    looked_up,
     name_leads_here,
     own_address_towards,
     url_towards,
 )
 from weightsync.transfer.tcp import TcpSource
-from weightsync.types import Deadline
+from weightsync.types import Deadline, deadline
 from weightsync.types.publication import Source
 
 
@@ -120,14 +125,76 @@ def test_silent_addresses_of_a_host_share_one_time_to_connect(monkeypatch: pytes
             transfer_id="0" * 32,
             address=deaf.getsockname(),
         )
-        for dial in (dialled, lambda address, within: source._connect(within.remaining_s)):
+        for dial in (lambda within: dialled(looked_up(deaf.getsockname()), within), source._connect):
             with pytest.raises(TimeoutError):
-                dial(deaf.getsockname(), Deadline(0.5))
+                dial(Deadline(0.5))
         assert time.monotonic() - started < 10
         mute = (socket.AF_INET, socket.SOCK_STREAM, 6, "", deaf.getsockname())
         monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **more: [mute, *look_up(*asked, **more)])
         with (
             socket.create_server(("127.0.0.1", 0)) as answers,
-            dialled(answers.getsockname(), Deadline(2)) as connection,
+            dialled(looked_up(answers.getsockname()), Deadline(2)) as connection,
         ):
             assert connection.getpeername() == answers.getsockname()
+
+
+@pytest.mark.parametrize(("timeout_s", "client_s", "stream_s"), [(10.0, 3.0, 2.0), (4.0, 0.8, 0.8)])
+def test_a_slow_look_up_takes_nothing_of_the_time_to_connect(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float, client_s: float, stream_s: float
+) -> None:
+    """Seen red: behind a name server that took 3.2 s a millisecond was left to connect, and one for the handshake, so
+    each call failed; the error asked whether the peer runs."""
+    clock, look_up = StandingClock(monkeypatch, deadline), socket.getaddrinfo
+    given: list[float | None] = []
+
+    class Noting(socket.socket):
+        def settimeout(self, value: float | None) -> None:
+            given.append(value)
+            super().settimeout(value)
+
+    def slow(*asked: Any, **more: Any) -> Any:
+        clock.now_s += 3.2
+        return look_up(*asked, **more)
+
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        address = listens.getsockname()
+        client = JsonClient(f"http://127.0.0.1:{address[1]}", runs="it")
+        client._tls = SimpleNamespace(wrap_socket=lambda plain, **_: plain)  # type: ignore[assignment]
+        source = TcpSource(
+            Source(endpoint="http://h:1", segment="s", data_start=0, data_end=1, block_bytes=4096),
+            None,  # type: ignore[arg-type]
+            transfer_id="0" * 32, address=address, connect_s=2.0,
+        )  # fmt: skip
+        monkeypatch.setattr(socket, "socket", Noting)
+        monkeypatch.setattr(socket, "getaddrinfo", slow)
+        with client._connected(Deadline(timeout_s)):
+            assert given == [pytest.approx(client_s)] * 2
+        given.clear()
+        with source._connect(Deadline(timeout_s)):
+            assert given == [pytest.approx(stream_s)] * 2
+        with pytest.raises(DeadlineExceededError), client._connected(Deadline(3.0)):
+            pass
+
+
+def test_an_address_of_a_family_that_the_kernel_lacks_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: where it was the first the others were not tried; where it was the last, the error said "Address family
+    not supported" of an agent that was down."""
+    lacking = (socket.AddressFamily.AF_APPLETALK, socket.SOCK_STREAM, 0, "", ("::1", 1))
+    new = socket.socket
+
+    def made(family: int, *more: int) -> socket.socket:
+        if family == lacking[0]:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return new(family, *more)
+
+    with new() as nobody, socket.create_server(("127.0.0.1", 0)) as answers:
+        nobody.bind(("127.0.0.1", 0))
+        there, gone = looked_up(answers.getsockname()), looked_up(nobody.getsockname())
+        monkeypatch.setattr(socket, "socket", made)
+        with dialled([lacking, *there], Deadline(10)) as connection:
+            assert connection.getpeername() == answers.getsockname()
+        for places in ([*gone, lacking], [lacking, *gone]):
+            with pytest.raises(ConnectionRefusedError):
+                dialled(places, Deadline(10))
+        with pytest.raises(OSError, match="not supported"):
+            dialled([lacking], Deadline(10))

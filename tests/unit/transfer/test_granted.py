@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from tests.standins.clock import StandingClock
-from weightsync.errors import StateError, VersionError
+from weightsync.errors import StateError, TransferAbortedError, VersionError
 from weightsync.memory import Lock, Reader, Segment, folder, is_read
 from weightsync.transfer import granted, tcp_server
+from weightsync.transfer.blocks import ANSWER, HELLO, MAGIC, ask_bytes
 from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import Version
@@ -241,6 +242,34 @@ def test_an_end_shuts_the_socket_and_not_its_tls(served: Served) -> None:
     ends[1].close()
 
 
+def test_with_tls_a_stream_holds_a_piece_of_its_block(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stops where the transfer ends. Seen red: it held all of it, 4 MiB, gigabytes for a hundred receivers."""
+    most, data = 10_000, os.urandom(SIZE)
+    monkeypatch.setattr(tcp_server, "_PIECE_BYTES", most, raising=False)
+    monkeypatch.setattr(served.server, "_tls", object())
+    served.segments[0].memory[:] = data
+    transfer, sent = served.grant(0), list[bytes]()
+
+    class Ending:
+        settimeout = staticmethod(lambda _: None)
+
+        @staticmethod
+        def sendall(piece: bytes) -> None:
+            sent.append(piece)
+            if len(sent) == 10:
+                transfer.end(ok=False)
+
+    connection: Any = Ending()
+    served.server._send(connection, transfer, b"head", 4096, SIZE - 4096)
+    assert b"".join(sent) == b"head" + data[4096:]
+    assert max(len(piece) for piece in sent) == most
+    assert served.server.sent_bytes == SIZE - 4096
+    with pytest.raises(ConnectionAbortedError, match="over"):
+        served.server._send(connection, transfer, b"head", 4096, SIZE - 4096)
+    assert transfer.over
+    assert len(sent) == 10
+
+
 # --- who is too slow for the trainer ---
 
 
@@ -379,6 +408,35 @@ def test_what_was_granted_together_is_renewed_together(served: Served, clock: St
     clock.now_s += 1.5
     wait_until(lambda: first.over and second.over)
     assert "neither read nor renewed" in served.server.why_over(second.id)
+
+
+def read_block(served: Served, transfer: Transfer) -> None:
+    with socket.create_connection(("127.0.0.1", served.server.port), timeout=10) as connection:
+        connection.sendall(HELLO.pack(MAGIC, bytes.fromhex(transfer.id)) + ask_bytes(0))
+        left = ANSWER.size + transfer.source.block(0)[1]
+        while left:
+            part = connection.recv(left)
+            assert part
+            left -= len(part)
+    wait_until(lambda: not transfer.num_reading)
+
+
+def test_who_reads_may_renew_on_and_who_stops_is_swept(served: Served, clock: StandingClock) -> None:
+    """Each report of a relayed pull renews. Seen red: it was refused from half an hour after the grant on, and so the
+    whole read failed, though it read all the time: "nothing was read"."""
+    of_grant = granted.RENEWABLE_S
+    reads, unread = (served.grant(number, f"r{number}", take_up_s=10 * of_grant) for number in (0, 1))
+    for _ in range(3):
+        clock.now_s += 0.9 * of_grant
+        read_block(served, reads)
+        served.server.renew(reads.id)
+    with pytest.raises(TransferAbortedError, match="nothing was read of this transfer"):
+        served.server.renew(unread.id)
+    clock.now_s += 1.1 * of_grant
+    with pytest.raises(TransferAbortedError, match="nothing was read of this transfer"):
+        served.server.renew(reads.id)
+    clock.now_s += 11 * of_grant
+    wait_until(lambda: reads.over and unread.over)
 
 
 def test_a_lease_ends_though_it_is_renewed(served: Served, clock: StandingClock) -> None:

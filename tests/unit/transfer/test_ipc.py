@@ -38,6 +38,7 @@ from weightsync.transfer.ipc import (
     borrowers,
 )
 from weightsync.transfer.ipc_cuda import CudaBorrower, CudaDriver, _Opened
+from weightsync.transfer.ipc_handles import ShmLender
 from weightsync.transfer.registry import strategy_for, strategy_named
 from weightsync.types import (
     CudaMemoryHandle,
@@ -194,6 +195,15 @@ def test_the_memory_of_an_outgrown_bucket_is_free_though_an_idle_engine_maps_it(
     ends.request(chunk_of(2, 1_000_000), 0)
     assert os.fstat(mapped._fd).st_blocks == 0
     ends.close()
+
+
+def test_only_where_chunks_need_the_room_smaller_ones_are_advised() -> None:
+    """Seen red: so was who had no room for a whole model, which chunk_bytes does not make smaller."""
+    with pytest.raises(SharedMemoryError, match=r"; raise the size of /dev/shm .* or lower chunk_bytes"):
+        ShmLender(1).bucket(0, 1 << 60)
+    with pytest.raises(SharedMemoryError, match="; raise the size of /dev/shm") as caught:
+        Segment(1 << 60)
+    assert "chunk_bytes" not in str(caught.value)
 
 
 @both_ends
