@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from verl.checkpoint_engine.delta_sync.encode import DeltaParam, checksum
 
-from weightsync.adapters.checkpoint_engine import whole_tensors
+from weightsync.adapters.checkpoint_engine import whole_tensors, worker_device
 from weightsync.host.staged_version import StagedPatch, StagedVersion
 from weightsync.memory import MappedSegment
 from weightsync.plan.buckets import split_by_bytes
@@ -90,7 +90,7 @@ def flushes(pieces: Iterable[Piece], *, most_bytes: int) -> Iterator[Flush]:
 
 
 def _named(pieces: list[Piece]) -> list[tuple[str, torch.Tensor]]:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = worker_device()
     params: list[dict[str, Any]] = []
     positions_end = values_end = 0
     for piece in pieces:
