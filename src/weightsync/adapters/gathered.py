@@ -32,14 +32,14 @@ class GatheredTransfer:
         model_id: the name that rollout hosts ask for.
         to: URLs of rollout services (`weightsync serve`), or of a controller, that are told of each version.
         engines: URLs that are pushed to, instead of publishing.
-        wait_s: how long `wait_served` waits until those in `to` who are alive serve the version, so that a framework
-            counts an answer as of the version that made it; 0: it does not. Who is away gets a second, and catches up
-            by itself.
+        wait_s: how long `wait_served` waits until those in `to`, or in `publish.to` of a configuration, who are alive
+            serve the version, so that a framework counts an answer as of the version that made it; 0: it does not. Who
+            is away gets a second, and catches up by itself.
         settings: further arguments of `weightsync.publish`, or of `weightsync.push`: token, dtype, config, ...
 
     Attributes:
         report: of the last version.
-        not_serving: who of `to` did not serve the last version when `wait_served` returned, and why, by URL.
+        not_serving: who of these did not serve the last version when `wait_served` returned, and why, by URL.
 
     Raises:
         ConfigError: both `to` and `engines`, or `wait_s` is no number of seconds.
@@ -108,7 +108,7 @@ class GatheredTransfer:
 
     def wait_served(self) -> None:
         """Returns when the version is served; see `wait_s`."""
-        if self._publisher is None or self._to is None:
+        if self._publisher is None or not self._publisher.to:
             return
         if isinstance(self.report, OffloadReport) and not self.report.published:
             self.not_serving = {"the trainer": f"it was not published: {self.report.why}"}

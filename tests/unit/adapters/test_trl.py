@@ -113,10 +113,13 @@ def test_a_version_that_was_not_published_is_not_said_to_be_served(caplog: pytes
         transfer.destroy()
 
 
-def test_a_version_is_served_when_resume_returns_and_one_after_the_end_begins_a_new_run() -> None:
+@pytest.mark.parametrize("by_config", [False, True])
+def test_a_version_is_served_when_resume_returns_and_one_after_the_end_begins_a_new_run(*, by_config: bool) -> None:
+    """Seen red: who was named by the configuration alone was told, and not waited for."""
     model, served = build(5), build(99, dtype=torch.bfloat16)
     with weightsync.serve({"actor": served}, token=TOKEN, port=0) as service:
-        transfer = WeightTransfer("actor", to=service.url, token=TOKEN, port=0)
+        told: dict[str, Any] = {"config": {"publish": {"to": [service.url]}}} if by_config else {"to": service.url}
+        transfer = WeightTransfer("actor", token=TOKEN, port=0, **told)
         runs = []
         for number in (1, 2):
             for _ in range(2):
