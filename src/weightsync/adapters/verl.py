@@ -124,7 +124,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 yield name, tensor.to(device)
 
     def _flushes(self) -> Iterator[Any]:
-        from weightsync.adapters.verl_flush import changed, flushes, has_nan, whole
+        from weightsync.adapters.verl_flush import changed, flushes, needs_whole, whole
 
         assert self._receiver is not None
         most_bytes = self._bucket_bytes
@@ -134,7 +134,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             patch = staged.patch
             if patch is not None and before == (patch.base, patch.base_digest):
                 segment = stack.enter_context(MappedSegment(patch.segment, need_bytes=1))
-                if has_nan(changed(patch, staged.manifest, segment, most_bytes=most_bytes)):
+                if needs_whole(changed(patch, staged.manifest, segment, most_bytes=most_bytes)):
                     patch = None
             else:
                 patch = None

@@ -72,9 +72,10 @@ def whole(staged: StagedVersion, segment: MappedSegment) -> Iterator[Piece]:
         yield Piece(spec=specs[name], positions=None, values=tensor.reshape(-1))
 
 
-def has_nan(pieces: Iterable[Piece]) -> bool:
-    """Whether a new value is none. To verl's loaders a NaN says that an element stays as it was."""
-    return any(piece.values.is_floating_point() and bool(piece.values.isnan().any()) for piece in pieces)
+def needs_whole(pieces: Iterable[Piece]) -> bool:
+    """Whether verl's loaders can't take these changes: to them a NaN says that an element stays as it was, so no new
+    value may be one, and none may be of a dtype that has none."""
+    return any(not piece.values.is_floating_point() or bool(piece.values.isnan().any()) for piece in pieces)
 
 
 def flushes(pieces: Iterable[Piece], *, most_bytes: int) -> Iterator[Flush]:
