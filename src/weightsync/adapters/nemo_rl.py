@@ -65,8 +65,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._lost_count = False
 
     def prepare(self) -> dict[str, Any]:
-        """What this worker offers, were it training rank 0. Its port is held until the worker's part is known; on a node
-        that has not the address of the option `host` there is none to hold: it is not training rank 0's."""
+        """What this worker offers, were it training rank 0. Its port is held until the worker's part is known; on a
+        node that has not the address of the option `host` there is none to hold: it is not training rank 0's."""
         if self._offer is None:
             host, port = self._host or node_address(), 0
             self._held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -5,8 +5,8 @@
 
 SkyRL has a strategy layer and no key that names one, so `install` replaces the function that chooses. A sender is made
 on all training ranks and walks SkyRL's chunks on all of them; rank 0 keeps a copy and publishes it. SkyRL sends its
-inference servers nothing: `weightsync serve` stands beside each, whose vLLM has to have our backend (`engine_init_kwargs`,
-see docs/skyrl.md).
+inference servers nothing: `weightsync serve` stands beside each, whose vLLM has to have our backend (the key is in
+docs/skyrl.md).
 """
 
 from __future__ import annotations
