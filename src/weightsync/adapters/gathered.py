@@ -19,6 +19,7 @@ from weightsync.types import SyncReport, Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.verbs.publishing import Publisher, publish
 from weightsync.verbs.pushing import Pusher, push
+from weightsync.verbs.settings import loaded
 
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class GatheredTransfer:
         not_serving: who of these did not serve the last version when `wait_served` returned, and why, by URL.
 
     Raises:
-        ConfigError: both `to` and `engines`, or `wait_s` is no number of seconds.
+        ConfigError: both `to` and `engines`; `engines` and a controller that orders pushes; `wait_s` is no number of
+            seconds; or the configuration is wrong.
     """
 
     def __init__(
@@ -56,6 +58,13 @@ class GatheredTransfer:
     ) -> None:
         if to is not None and engines is not None:
             raise ConfigError("to= publishes and engines= pushes: give one of the two")
+        if engines is not None:
+            controller = settings.get("controller") or loaded(settings.get("config")).push.controller
+            if controller is not None:
+                raise ConfigError(
+                    f"the controller {controller} orders pushes at some steps, and a framework takes each version that "
+                    "it sends for served: leave controller out, or publish to it: to="
+                )
         try:
             check_wait_s("wait_s", wait_s, may_be_0=True)
         except InvalidRequestError as error:

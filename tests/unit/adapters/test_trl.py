@@ -222,8 +222,15 @@ def test_an_engine_that_is_gone_fails_a_push() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "match"), [({"to": "http://a", "engines": "http://b"}, "one of the two"), ({"wait_s": -1.0}, "wait_s")]
+    ("given", "match"),
+    [
+        ({"to": "http://a", "engines": "http://b"}, "one of the two"),
+        ({"wait_s": -1.0}, "wait_s"),
+        ({"engines": "http://b", "controller": "http://c"}, "the controller http://c orders pushes"),
+        ({"engines": "http://b", "config": {"push": {"controller": "http://c"}}}, "the controller http://c orders"),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(given: dict[str, Any], match: str) -> None:
+    """Seen red of a controller: TRL took a version for served whose push was not due."""
     with pytest.raises(ConfigError, match=match):
         WeightTransfer(**given)
