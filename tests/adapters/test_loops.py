@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,9 +111,33 @@ def test_ray_train(tmp_path: Path, host: Service, served: torch.nn.Linear) -> No
     check(host, served)
 
 
-@pytest.mark.skipif(
+needs_lightning = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="needs Lightning: pip install weightsync[engines-cpu]"
 )
+
+
+@needs_lightning
 def test_lightning(tmp_path: Path, host: Service, served: torch.nn.Linear) -> None:
     run(tmp_path, lines(2, host.url) + LIGHTNING)
     check(host, served)
+
+
+@needs_lightning
+def test_a_lightning_training_that_fails_before_it_begins_says_its_own_error() -> None:
+    """Seen red: an AttributeError of the callback's, in its place."""
+    import lightning
+
+    class Wrong(lightning.LightningModule):
+        def training_step(self, batch: torch.Tensor, _: int) -> None: ...
+
+        def configure_optimizers(self) -> None:
+            raise ValueError("a user's own mistake")
+
+    page: dict[str, Any] = {}
+    exec(lines(2, "http://127.0.0.1:9"), page)  # noqa: S102
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_steps=1, callbacks=[page["Publish"]()], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="a user's own mistake"):
+        trainer.fit(Wrong(), torch.utils.data.DataLoader(torch.ones(2, 8)))

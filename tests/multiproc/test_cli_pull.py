@@ -251,6 +251,10 @@ def test_a_delta_is_shown(tmp_path: Path) -> None:
         assert "0.4762" in told, "100 of 21000"
         assert "1.0000" in told, "4 of 400"
         assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
+        gone = tmp_path / "no" / "heat.png"
+        code, _, err = invoke("inspect", manager.endpoint, "--delta", "--picture", gone)
+        # seen red: 1, and the name of a file that nobody gave
+        assert (code, f"--picture {gone} can't be written: No such file or directory" in err) == (2, True), err
         _, told, _ = invoke("inspect", manager.endpoint, "--delta", "--json")
         found = {part["name"]: part["num_changed"] for part in json.loads(told)["tensors"]}
         assert found == {"first": 100, "second": 4, "none": 0}

@@ -6,6 +6,7 @@ What `serve` does to engines, and its Ctrl-C, is in test_verbs.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -138,6 +139,15 @@ def test_check_says_whether_an_engine_would_take_a_checkpoint(engine: str, check
     code, text = invoke("check", "--model", checkpoint, "--engine", engine)
     assert (code, "would take it: 3 tensors, 0.0 MB" in text) == (0, True)
     code, text = invoke("check", "--model", checkpoint / "model.safetensors", "--engine", f"weightsync+{engine}")
+    assert code == 0, text
+
+
+def test_check_takes_the_files_that_an_index_names(engine: str, checkpoint: Path) -> None:
+    """Seen red: the same weights in another form, which lay beside them, were tensors that no engine has."""
+    save_file({"tok_embeddings.weight": torch.ones(3)}, checkpoint / "consolidated.safetensors")
+    index = {"weight_map": dict.fromkeys(model(torch.float32).state_dict(), "model.safetensors")}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, text = invoke("check", "--model", checkpoint, "--engine", engine)
     assert code == 0, text
 
 

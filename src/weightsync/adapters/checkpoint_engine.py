@@ -245,6 +245,11 @@ def plan_in(metadata: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
     return plans[0]
 
 
+def worker_device() -> torch.device:
+    """Where a framework's rollout takes tensors: this process's GPU, or host memory where it has none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def node_address() -> str:
     import ray
 

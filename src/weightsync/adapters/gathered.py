@@ -19,6 +19,7 @@ from weightsync.types import SyncReport, Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.verbs.publishing import Publisher, publish
 from weightsync.verbs.pushing import Pusher, push
+from weightsync.verbs.settings import loaded
 
 _logger = logging.getLogger(__name__)
 
@@ -32,17 +33,18 @@ class GatheredTransfer:
         model_id: the name that rollout hosts ask for.
         to: URLs of rollout services (`weightsync serve`), or of a controller, that are told of each version.
         engines: URLs that are pushed to, instead of publishing.
-        wait_s: how long `wait_served` waits until those in `to` who are alive serve the version, so that a framework
-            counts an answer as of the version that made it; 0: it does not. Who is away gets a second, and catches up
-            by itself.
+        wait_s: how long `wait_served` waits until those in `to`, or in `publish.to` of a configuration, who are alive
+            serve the version, so that a framework counts an answer as of the version that made it; 0: it does not. Who
+            is away gets a second, and catches up by itself.
         settings: further arguments of `weightsync.publish`, or of `weightsync.push`: token, dtype, config, ...
 
     Attributes:
         report: of the last version.
-        not_serving: who of `to` did not serve the last version when `wait_served` returned, and why, by URL.
+        not_serving: who of these did not serve the last version when `wait_served` returned, and why, by URL.
 
     Raises:
-        ConfigError: both `to` and `engines`, or `wait_s` is no number of seconds.
+        ConfigError: both `to` and `engines`; `engines` and a controller that orders pushes; `wait_s` is no number of
+            seconds; or the configuration is wrong.
     """
 
     def __init__(
@@ -56,6 +58,13 @@ class GatheredTransfer:
     ) -> None:
         if to is not None and engines is not None:
             raise ConfigError("to= publishes and engines= pushes: give one of the two")
+        if engines is not None:
+            controller = settings.get("controller") or loaded(settings.get("config")).push.controller
+            if controller is not None:
+                raise ConfigError(
+                    f"the controller {controller} orders pushes at some steps, and a framework takes each version that "
+                    "it sends for served: leave controller out, or publish to it: to="
+                )
         try:
             check_wait_s("wait_s", wait_s, may_be_0=True)
         except InvalidRequestError as error:
@@ -108,7 +117,7 @@ class GatheredTransfer:
 
     def wait_served(self) -> None:
         """Returns when the version is served; see `wait_s`."""
-        if self._publisher is None or self._to is None:
+        if self._publisher is None or not self._publisher.to:
             return
         if isinstance(self.report, OffloadReport) and not self.report.published:
             self.not_serving = {"the trainer": f"it was not published: {self.report.why}"}

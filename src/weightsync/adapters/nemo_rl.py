@@ -65,13 +65,18 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._lost_count = False
 
     def prepare(self) -> dict[str, Any]:
-        """What this worker offers, were it training rank 0. Its port is held until the worker's part is known."""
+        """What this worker offers, were it training rank 0. Its port is held until the worker's part is known; on a
+        node that has not the address of the option `host` there is none to hold: it is not training rank 0's."""
         if self._offer is None:
-            host = self._host or node_address()
+            host, port = self._host or node_address(), 0
             self._held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-            self._held.bind((host, 0))
+            try:
+                self._held.bind((host, 0))
+                port = self._held.getsockname()[1]
+            except OSError:
+                self._let_go()
             self._offer = _Offer(
-                host=host, port=self._held.getsockname()[1], token=secrets.token_hex(32),
+                host=host, port=port, token=secrets.token_hex(32),
                 run_id=f"nemo-rl-{secrets.token_hex(6)}", model_id=self._model_id,
             )  # fmt: skip
         if self._sender is not None:
@@ -175,11 +180,16 @@ def _first(metadata: list[Any], num_workers: int) -> _Offer:
     """What training rank 0 offers.
 
     Raises:
-        InvalidRequestError: not every worker has an offer of this engine.
+        InvalidRequestError: not every worker has an offer of this engine, or rank 0 can't listen at its address.
     """
     if len(metadata) != num_workers or not num_workers:
         raise InvalidRequestError(f"{num_workers} workers take part, {len(metadata)} have prepared to")
     try:
-        return msgspec.convert(metadata[0], _Offer)
+        offer = msgspec.convert(metadata[0], _Offer)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"training rank 0 has prepared another checkpoint engine: {error}") from None
+    if offer.port == 0:
+        raise InvalidRequestError(
+            f"training rank 0 can't listen on {offer.host}: the option `host` is an address of its node"
+        )
+    return offer

@@ -4,8 +4,9 @@
     install(to=["http://host-0:9000"], token=TOKEN)      # in every training worker, before it builds its sender
 
 SkyRL has a strategy layer and no key that names one, so `install` replaces the function that chooses. A sender is made
-on all training ranks and walks SkyRL's chunks on all of them; rank 0 keeps a copy and publishes it. Inference servers
-are told nothing by SkyRL: `weightsync serve` stands beside each.
+on all training ranks and walks SkyRL's chunks on all of them; rank 0 keeps a copy and publishes it. SkyRL sends its
+inference servers nothing: `weightsync serve` stands beside each, whose vLLM has to have our backend (the key is in
+docs/skyrl.md).
 """
 
 from __future__ import annotations
@@ -40,8 +41,13 @@ class PublishSender(WeightTransferSender):  # type: ignore[misc]
     def __init__(self, transfer: GatheredTransfer | None) -> None:
         self.transfer = transfer
 
-    async def send_chunks(self, chunks: Iterable[Any], weight_metadata: dict[str, list[Any]] | None = None) -> None:
+    async def send_chunks(
+        self, chunks: Iterable[Any], weight_metadata: dict[str, list[Any]] | None = None, **_: Any
+    ) -> None:
         """Walks the chunks, publishes on rank 0, and waits until hosts serve it; on all ranks. See `GatheredTransfer`.
+
+        Args:
+            _: what releases after 0.3 say besides, of what they do with their servers themselves.
 
         Raises:
             WeightSyncError: on rank 0; nothing was sent.

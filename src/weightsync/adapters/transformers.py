@@ -1,7 +1,11 @@
 """A callback for `transformers.Trainer`, and for what is made of it (TRL's SFTTrainer, GRPOTrainer, ...): it publishes.
 
-    trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[PublishCallback("actor", every_steps=5)])
-    trainer.train()
+    callback = PublishCallback("actor", every_steps=5)
+    trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[callback])
+    try:
+        trainer.train()
+    finally:
+        callback.close()
 
 Every rank has one; the model may be plain, DDP's, or sharded by FSDP2.
 """
@@ -24,7 +28,8 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
     """Publishes the model after every so many optimiser steps, and after the last one.
 
     A version's number is the trainer's `global_step`. Training goes on while hosts fetch it; its end waits until they
-    serve the last one. Where training fails nothing is waited for. With `load_best_model_at_end` the best checkpoint's
+    serve the last one. transformers tells a callback of no failure: `close` ends what a training that failed has left,
+    so does the next training with the same callback. With `load_best_model_at_end` the best checkpoint's
     weights, which `train()` leaves in the model, are one more version, numbered above the last step.
 
     Args:
@@ -51,10 +56,19 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         self.report: OffloadReport | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Starts the agents. transformers calls it, as all of these, on every rank."""
+        """Starts the agents. transformers calls it, as all of these, on every rank.
+
+        Raises:
+            ConfigError, WeightSyncError: see `publish`; where the port is taken it names `close`.
+        """
         self.close()
         self._last = -1
-        self.publisher = publish(given["model"], self._model_id, **self._publishing)
+        try:
+            self.publisher = publish(given["model"], self._model_id, **self._publishing)
+        except ConfigError as error:
+            if "can't listen" in error.message:
+                error.message += "; where another callback's training failed, that one publishes on: call its close()"
+            raise
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Publishes, where it is time to."""

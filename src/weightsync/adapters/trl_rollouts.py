@@ -21,7 +21,8 @@ from weightsync.handles.vllm_messages import version_in
 from weightsync.types.spans import VersionSpan
 
 OLDEST, NEWEST, UNKNOWN = "weightsync/version_min", "weightsync/version_max", "weightsync/unknown_tokens_total"
-"""Keys of metrics: TRL reads from their last word how they are put together."""
+"""Keys of a sample's metrics. TRL first takes the mean of each over the samples of a micro-batch; what these means come
+to over the steps that it logs together it reads from the last word: the least, the greatest, or their sum."""
 
 _FIELD = "weight_versions"
 _spans: ContextVar[list[VersionSpan] | None] = ContextVar("weightsync_spans", default=None)

@@ -14,14 +14,14 @@ ranks and `receive_weights` on rollout workers at the same time, `finalize` on a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import msgspec
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from weightsync.adapters.checkpoint_engine import Receiver, Sender, TransferPlan, node_address, plan_in
+from weightsync.adapters.checkpoint_engine import Receiver, Sender, TransferPlan, node_address, plan_in, worker_device
 from weightsync.errors import ConfigError
 from weightsync.memory import MappedSegment
 from weightsync.types import Version
@@ -109,12 +109,22 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]] | Iterator[Any]:
-        """The version that the master sends, proved: whole tensors, or flushes of changes. See `Receiver.receive`."""
+        """The version that the master sends, proved: whole tensors, or flushes of changes. See `Receiver.receive`.
+
+        They lie on the worker's GPU, where it has one: verl's rollouts hand some of them to another process by handle.
+        """
         assert self._receiver is not None, "init_process_group comes first"
-        return self._flushes() if self.wire_format == CHANGES else self._receiver.received(timeout_s=self._timeout_s)
+        return self._flushes() if self.wire_format == CHANGES else self._tensors()
+
+    async def _tensors(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        assert self._receiver is not None
+        device = worker_device()
+        async with contextlib.aclosing(self._receiver.received(timeout_s=self._timeout_s)) as received:
+            async for name, tensor in received:
+                yield name, tensor.to(device)
 
     def _flushes(self) -> Iterator[Any]:
-        from weightsync.adapters.verl_flush import changed, flushes, has_nan, whole
+        from weightsync.adapters.verl_flush import changed, flushes, needs_whole, whole
 
         assert self._receiver is not None
         most_bytes = self._bucket_bytes
@@ -124,7 +134,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             patch = staged.patch
             if patch is not None and before == (patch.base, patch.base_digest):
                 segment = stack.enter_context(MappedSegment(patch.segment, need_bytes=1))
-                if has_nan(changed(patch, staged.manifest, segment, most_bytes=most_bytes)):
+                if needs_whole(changed(patch, staged.manifest, segment, most_bytes=most_bytes)):
                     patch = None
             else:
                 patch = None

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from verl.checkpoint_engine.delta_sync.encode import DeltaParam, checksum
 
-from weightsync.adapters.checkpoint_engine import whole_tensors
+from weightsync.adapters.checkpoint_engine import whole_tensors, worker_device
 from weightsync.host.staged_version import StagedPatch, StagedVersion
 from weightsync.memory import MappedSegment
 from weightsync.plan.buckets import split_by_bytes
@@ -72,9 +72,10 @@ def whole(staged: StagedVersion, segment: MappedSegment) -> Iterator[Piece]:
         yield Piece(spec=specs[name], positions=None, values=tensor.reshape(-1))
 
 
-def has_nan(pieces: Iterable[Piece]) -> bool:
-    """Whether a new value is none. To verl's loaders a NaN says that an element stays as it was."""
-    return any(piece.values.is_floating_point() and bool(piece.values.isnan().any()) for piece in pieces)
+def needs_whole(pieces: Iterable[Piece]) -> bool:
+    """Whether verl's loaders can't take these changes: to them a NaN says that an element stays as it was, so no new
+    value may be one, and none may be of a dtype that has none."""
+    return any(not piece.values.is_floating_point() or bool(piece.values.isnan().any()) for piece in pieces)
 
 
 def flushes(pieces: Iterable[Piece], *, most_bytes: int) -> Iterator[Flush]:
@@ -90,7 +91,7 @@ def flushes(pieces: Iterable[Piece], *, most_bytes: int) -> Iterator[Flush]:
 
 
 def _named(pieces: list[Piece]) -> list[tuple[str, torch.Tensor]]:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = worker_device()
     params: list[dict[str, Any]] = []
     positions_end = values_end = 0
     for piece in pieces:

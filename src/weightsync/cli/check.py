@@ -153,10 +153,11 @@ def _adapter_beside(path: Path, specs: Sequence[TensorSpec]) -> Adapter | None:
 
 def _headers(path: Path) -> list[TensorSpec]:
     """The tensors of a checkpoint, from the headers of its files."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not files[0].is_file():
-        what = "has no *.safetensors" if path.is_dir() else "is not there"
-        raise ConfigError(f"--model is a folder or a file of safetensors, or an agent's URL: {path} {what}")
+    from weightsync.extract.checkpoint_files import checkpoint_files
+
+    if not path.exists():
+        raise ConfigError(f"--model is a folder or a file of safetensors, or an agent's URL: {path} is not there")
+    files = checkpoint_files(path) if path.is_dir() else (path,)
     found: dict[str, TensorSpec] = {}
     for file in files:
         for name, spec in header_of(file)[0].items():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from collections.abc import Iterator, Sequence
-from types import FrameType
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from weightsync.cli.shared import own_name
+from weightsync.cli.shared import own_name, sigterm_raises
 from weightsync.clients.store import client_at
 from weightsync.errors import ConfigError, NotRegisteredError
 from weightsync.host.puller import Puller
@@ -58,7 +56,7 @@ def fetched(
         if not stored:
             raise ConfigError(f"{endpoint} is an agent, which has its newest version alone: leave --version out")
         endpoint = asked_url(endpoint.rstrip("/"), version=version)
-    signal.signal(signal.SIGTERM, _ended)  # so that what it holds of /dev/shm is given back
+    sigterm_raises()
     deadline = Deadline(timeout_s)
     if model_id is None:
         client = client_at(endpoint, token=token, verify=verify, trust_key=trust_key)
@@ -85,7 +83,3 @@ def fetched(
         raise ConfigError(f"{error.message}; allow it with --source URL") from error
     finally:
         puller.close()
-
-
-def _ended(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

@@ -53,7 +53,7 @@ def show_delta(url: str, *, token: str | None, verify: bool | str, picture: Path
     """Prints it, and draws it where a file is given.
 
     Raises:
-        ConfigError: the URL is no agent's.
+        ConfigError: the URL is no agent's, or the picture can't be drawn or written.
         StateError: it has no delta now.
         WeightSyncError: it does not answer.
     """
@@ -68,6 +68,8 @@ def show_delta(url: str, *, token: str | None, verify: bool | str, picture: Path
             )  # fmt: skip
         except MissingDependencyError as error:
             raise ConfigError(error.message) from error
+        except OSError as broke:
+            raise ConfigError(f"--picture {picture} can't be written: {broke.strerror}") from broke
     if as_json:
         print(json.dumps({**facts, "tensors": [dataclasses.asdict(part) for part in parts]}))
         return

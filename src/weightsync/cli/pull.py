@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.shared import MAX_S, Token, TrustKey, Verify, stop_event, told
+from weightsync.cli.shared import MAX_S, Token, TrustKey, Verify, sigterm_raises, stop_event, told
 from weightsync.errors import ConfigError, DeadlineExceededError
 
 
@@ -35,7 +35,7 @@ def agent(
         from weightsync.trainer.folder import FolderPublisher
         from weightsync.trainer.publisher import OffloadReport, WeightManager
 
-        stop = stop_event()
+        sigterm_raises()  # as Ctrl-C does, until the first version is there: its copy may take minutes
         with WeightManager(model_id, dtype=dtype, host=host, port=port, advertise=advertise, token=token) as manager:
 
             def say(report: OffloadReport) -> None:
@@ -56,6 +56,7 @@ def agent(
 
             publisher = FolderPublisher(folder, manager, every_s=every_s)
             report = publisher.publish()
+            stop = stop_event()
             print(f"serving {folder} as model {model_id!r} at {manager.endpoint}", flush=True)
             say(report)
             publisher.watch(stop, say)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightsync.cli.shared import Token, TrustKey, Verify, stop_event, told
+from weightsync.cli.shared import Token, TrustKey, Verify, sigterm_raises, stop_event, told
 from weightsync.control.web.headline import seconds_text
 from weightsync.errors import ConfigError
 
@@ -131,7 +131,7 @@ def serve(
         settings = WeightSyncConfig() if config is None else WeightSyncConfig.load(config)
         lease = lease or settings.serve.lease
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-        stop = stop_event()
+        sigterm_raises()  # as Ctrl-C does, while it starts
         if lease is not None:
             _print_lease(lease)
         options: dict[str, Any] = {} if delta is None else {"mode": "delta" if delta else "full"}
@@ -144,6 +144,7 @@ def serve(
             **options,
         )  # fmt: skip
         with running:
+            stop = stop_event()
             status, followed = running.status(), source or list(settings.serve.sources)
             whom = f"following {', '.join(followed)}" if followed else "waiting for a trainer that names this service"
             if status.controller is not None:

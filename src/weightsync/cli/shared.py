@@ -66,6 +66,15 @@ def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None
         raise ConfigError(f"{named} would do nothing: {why}, or leave out {named}")
 
 
+def sigterm_raises() -> None:
+    """SIGTERM ends a command as Ctrl-C does, so that what it holds, of /dev/shm say, is given back."""
+
+    def ended(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, ended)
+
+
 def stop_event() -> threading.Event:
     """What SIGINT and SIGTERM set, from here on. The main thread calls it.
 

@@ -93,7 +93,8 @@ def launch(
 
         ranks: list[RayRank] = []
         engines: dict[str, RayEngine] = {}
-        stack.callback(lambda: end([*ranks, *engines.values()]))
+        stack.callback(lambda: end(list(engines.values())))
+        stack.callback(lambda: end(ranks))  # first: a last version that was not due is pushed then
         for index in range(num_engines):
             name = f"engine-{index}"
             engines[name] = RayEngine(engine_actor(name), engine_id=name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import threading
@@ -14,6 +13,7 @@ from typing import BinaryIO
 import torch
 
 from weightsync.errors import ConfigError, InvalidRequestError, WeightSyncError
+from weightsync.extract.checkpoint_files import INDEX, checkpoint_files
 from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.plan.boxes import whole_box
 from weightsync.plan.safetensors import read_header
@@ -24,8 +24,6 @@ from weightsync.types import Box, TensorSpec
 from weightsync.types.process import of_one_process
 from weightsync.types.scarcity import is_passing
 
-_INDEX = "model.safetensors.index.json"
-_MAX_INDEX_BYTES = 100_000_000
 _MAX_HEADER_BYTES = 8 + 100_000_000
 
 _logger = logging.getLogger(__name__)
@@ -113,38 +111,10 @@ class FolderPublisher:
 
     def _look(self) -> Look:
         found = {}
-        for path in [self._folder / _INDEX, *self._folder.glob("*.safetensors")]:
+        for path in [self._folder / INDEX, *self._folder.glob("*.safetensors")]:
             with contextlib.suppress(OSError):
                 found[path.name] = _facts(path.stat())
         return found
-
-
-def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint folder.
-
-    Raises:
-        ConfigError: there is none, or the index names one that is not there or lies elsewhere.
-    """
-    index = folder / _INDEX
-    if index.is_file():
-        try:
-            if index.stat().st_size > _MAX_INDEX_BYTES:
-                raise ValueError(f"it has over {_MAX_INDEX_BYTES} bytes")
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-            raise ConfigError(f"{index} is no index of safetensors files: {error!r:.200}") from error
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                raise ConfigError(f"{index} names {name!r:.200}, which is no safetensors file of its folder")
-    else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        what = "has no *.safetensors file" if folder.is_dir() else "is no folder"
-        raise ConfigError(f"{folder} {what}: give a checkpoint's folder, with its *.safetensors files")
-    for name in names:
-        if not os.path.isfile(folder / name):  # unlike Path's, it takes any name
-            raise ConfigError(f"{folder / name} is missing")
-    return tuple(folder / name for name in names)
 
 
 class _CheckpointFile:

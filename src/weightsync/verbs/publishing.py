@@ -218,6 +218,11 @@ class Publisher(Closing):
         return self._manager.endpoint
 
     @property
+    def to(self) -> tuple[str, ...]:
+        """URLs of who is told of each version, as an argument or the configuration named them."""
+        return self._notifier.urls
+
+    @property
     def version(self) -> Version | None:
         """The newest version that was published; None before the first."""
         return self._newest

@@ -87,6 +87,19 @@ def test_one_prepare_serves_many_transfers(mode: str) -> None:
             assert all(same(sent, got) for got in world.refit(sent))
 
 
+def test_the_option_host_is_an_address_of_training_rank_0s_node_alone() -> None:
+    """All workers are given it, on every node. Seen red: an OSError out of `prepare` of a worker on another node."""
+    with contextlib.closing(World(2, 1)) as world:
+        for each in (world.policy[1], world.rollout[0]):
+            each._host = "192.0.2.1"  # another node's
+        world.connect()
+        sent = weights(2.0)
+        assert all(same(sent, got) for got in world.refit(sent))
+    refused = pytest.raises(InvalidRequestError, match=r"training rank 0 can't listen on 192\.0\.2\.1")
+    with contextlib.closing(World(1, 1, host="192.0.2.1")) as world, refused:
+        world.connect()
+
+
 def test_everything_begins_anew_after_finalize() -> None:
     """As `release_after_refit` has it."""
     with contextlib.closing(World(1, 2, release_after_refit=True)) as world:

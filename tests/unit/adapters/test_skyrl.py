@@ -45,6 +45,11 @@ def test_it_has_what_the_base_classes_ask_for() -> None:
             assert takes(getattr(kind, name), arguments), name
 
 
+def test_a_sender_takes_what_later_releases_say_besides() -> None:
+    """SkyRL's source behind 0.3. Seen red: a TypeError at each sync."""
+    asyncio.run(PublishSender(None).send_chunks(iter([]), weight_metadata={}, reset_prefix_cache=True))
+
+
 def worker_main(rank: int, world_size: int, url: str) -> int:
     """A training worker, as `init_weight_sync_state` and `broadcast_to_inference_engines` of SkyRL's have it."""
     provide_skyrl()

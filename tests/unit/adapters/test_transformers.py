@@ -13,7 +13,9 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install weightsy
 
 from transformers import Trainer, TrainingArguments
 
+from tests.standins.processes import free_port
 from weightsync.adapters.transformers import PublishCallback
+from weightsync.errors import ConfigError
 
 NUM_STEPS = 4
 
@@ -66,3 +68,15 @@ def test_the_best_checkpoint_is_a_version_above_the_last_step(
     else:
         assert max(publishes.came) == NUM_STEPS
     assert publishes.came == {number: of_step[number] for number in publishes.came}
+
+
+def test_what_a_training_that_failed_has_left_is_named_by_the_next_one() -> None:
+    """Seen red: the port was taken, and nothing said by whom."""
+    port = free_port()
+    failed, following = PublishCallback("actor", port=port), PublishCallback("actor", port=port)
+    failed.on_train_begin(None, None, None, model=Worsens())
+    with pytest.raises(ConfigError, match=r"another callback's training failed, that one publishes on: call its close"):
+        following.on_train_begin(None, None, None, model=Worsens())
+    failed.close()
+    following.on_train_begin(None, None, None, model=Worsens())
+    following.close()

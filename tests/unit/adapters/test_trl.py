@@ -113,10 +113,13 @@ def test_a_version_that_was_not_published_is_not_said_to_be_served(caplog: pytes
         transfer.destroy()
 
 
-def test_a_version_is_served_when_resume_returns_and_one_after_the_end_begins_a_new_run() -> None:
+@pytest.mark.parametrize("by_config", [False, True])
+def test_a_version_is_served_when_resume_returns_and_one_after_the_end_begins_a_new_run(*, by_config: bool) -> None:
+    """Seen red: who was named by the configuration alone was told, and not waited for."""
     model, served = build(5), build(99, dtype=torch.bfloat16)
     with weightsync.serve({"actor": served}, token=TOKEN, port=0) as service:
-        transfer = WeightTransfer("actor", to=service.url, token=TOKEN, port=0)
+        told: dict[str, Any] = {"config": {"publish": {"to": [service.url]}}} if by_config else {"to": service.url}
+        transfer = WeightTransfer("actor", token=TOKEN, port=0, **told)
         runs = []
         for number in (1, 2):
             for _ in range(2):
@@ -219,8 +222,15 @@ def test_an_engine_that_is_gone_fails_a_push() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "match"), [({"to": "http://a", "engines": "http://b"}, "one of the two"), ({"wait_s": -1.0}, "wait_s")]
+    ("given", "match"),
+    [
+        ({"to": "http://a", "engines": "http://b"}, "one of the two"),
+        ({"wait_s": -1.0}, "wait_s"),
+        ({"engines": "http://b", "controller": "http://c"}, "the controller http://c orders pushes"),
+        ({"engines": "http://b", "config": {"push": {"controller": "http://c"}}}, "the controller http://c orders"),
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(given: dict[str, Any], match: str) -> None:
+    """Seen red of a controller: TRL took a version for served whose push was not due."""
     with pytest.raises(ConfigError, match=match):
         WeightTransfer(**given)

@@ -122,6 +122,27 @@ def test_workers_are_given_each_version_whole(worlds: list[World], mode: str) ->
         assert all(same(whole(each), sent) for each in world.update(sent))
 
 
+@pytest.mark.parametrize("wire_format", ["named_tensors", "delta_flush"])
+def test_what_a_rollout_is_given_lies_on_its_device(
+    worlds: list[World], monkeypatch: pytest.MonkeyPatch, wire_format: str
+) -> None:
+    """verl's rollouts hand a weight larger than a bucket, or each one, to another process by handle. Seen red: whole
+    tensors lay in host memory, whose handle is none of CUDA's: the engine's worker failed, and verl waited for good."""
+    meta = torch.device("meta")
+    for module in ("verl", "verl_flush"):
+        monkeypatch.setattr(f"weightsync.adapters.{module}.worker_device", lambda: meta)
+    worlds.append(world := World(1, wire_format=wire_format))
+    (given,) = world.update(weights(1.0))
+
+    async def devices() -> set[torch.device]:
+        return {tensor.device async for _, tensor in given}
+
+    if wire_format == "named_tensors":
+        assert asyncio.run(devices()) == {meta}
+    else:
+        assert {tensor.device for named, _ in given for _, tensor in named} == {meta}
+
+
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 100])
 def test_flushes_bring_changes_alone(worlds: list[World], bucket_bytes: int) -> None:
     """To the bit; the first version of a worker is dense, and one in which nothing changed is no flush at all."""
@@ -151,6 +172,17 @@ def test_a_worker_that_was_interrupted_is_given_all_of_it(worlds: list[World]) -
     sent["b"][1] = float("nan")
     assert set(engine.apply(world.update(sent)[0])) == {"dense"}
     assert bool(engine.live["b"][1].isnan())
+
+
+def test_changed_integers_come_whole(worlds: list[World]) -> None:
+    """verl's loader masks what stays by NaN, and fails at a tensor that has none. Seen red: they came as changes."""
+    worlds.append(world := World(1, mode="delta", wire_format="delta_flush"))
+    engine = Engine()
+    for number in range(2):
+        sent = {**weights(1.0), "count": torch.full((64,), 0, dtype=torch.int64)}
+        sent["count"][0] = number
+        assert set(engine.apply(world.update(sent)[0])) == {"dense"}
+        assert same(engine.live, sent)
 
 
 def test_what_makes_no_sense_is_refused() -> None:

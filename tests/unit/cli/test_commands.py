@@ -166,8 +166,8 @@ def silent() -> Iterator[tuple[str, socket.socket]]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", listener
 
 
-def started(*words: object) -> subprocess.Popen[str]:
-    code = f"{LISTENS}from weightsync.cli import main; main()"
+def started(*words: object, before: str = "") -> subprocess.Popen[str]:
+    code = f"{LISTENS}\n{before}from weightsync.cli import main; main()"
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **ENV},
@@ -175,13 +175,21 @@ def started(*words: object) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    "words", ["status URL", "trace URL", "inspect URL", "pull URL --out OUT", "export URL OUT", "doctor URL"]
+    "words",
+    [
+        "status URL",
+        "trace URL",
+        "inspect URL",
+        "pull URL --out OUT",
+        "export URL OUT",
+        "doctor URL",
+        "serve --engine actor=URL --port 0",
+    ],
 )
 def test_ctrl_c_ends_what_waits_for_an_answer(words: str, tmp_path: Path) -> None:
+    """Seen red of `serve`: it asked on, 10 s for each engine, and ended with 1."""
     with silent() as (url, listener):
-        process = started(
-            *(url if word == "URL" else tmp_path / "x" if word == "OUT" else word for word in words.split())
-        )
+        process = started(*(word.replace("URL", url).replace("OUT", str(tmp_path / "x")) for word in words.split()))
         try:
             connection, _ = listener.accept()
             with connection:  # one that is dropped is closed, and the command ends by itself
@@ -192,6 +200,28 @@ def test_ctrl_c_ends_what_waits_for_an_answer(words: str, tmp_path: Path) -> Non
     assert process.returncode == 130
     assert "Traceback" not in said
     assert not (tmp_path / "x").exists() or not os.listdir(tmp_path / "x"), "nothing is left of it"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_agent_ends_at_a_signal_while_it_copies(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """Nothing stays in /dev/shm. Seen red: it copied to the end first, for minutes where the checkpoint is large."""
+    save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
+    copies = (
+        "from weightsync.trainer.folder import FolderPublisher; import threading\n"
+        "publish = FolderPublisher.publish\n"
+        "def copies(self): publish(self); print('copies', flush=True); threading.Event().wait()\n"
+        "FolderPublisher.publish = copies\n"
+    )
+    process = started("agent", tmp_path, "--port", 0, before=copies)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "copies\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, "Traceback" in said) == (code, False), said
+    assert [name for name in os.listdir("/dev/shm") if f"-{process.pid}-" in name] == []
 
 
 def test_ctrl_c_ends_a_controller_well(yaml: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.standins.processes import free_port
 from weightsync.clients.controller import ControllerClient
+from weightsync.cluster import launch as launching
 from weightsync.cluster.actors import ActorHandle, Address, Whereabouts, answer, value_of
 from weightsync.cluster.controller_actor import ControllerActor, RayController, settings_of
 from weightsync.cluster.engine_actor import EngineActor, EngineContext, RayEngine
@@ -503,3 +504,17 @@ assert "torch" not in sys.modules
     said = printed_by(code + LAUNCH)
     assert said.startswith("MissingDependencyError")
     assert "pip install 'weightsync[ray]'" in said
+
+
+def test_a_job_ends_its_ranks_before_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: all at once, and the last version, which the ranks push at their end, found engines that were gone."""
+    ended: list[list[str]] = []
+    ranks = [object()]  # the second one does not start
+    monkeypatch.setattr(launching, "running_ray", lambda: None)
+    monkeypatch.setattr(launching, "reserved", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(launching, "end", lambda handles: ended.append([each.name for each in handles]))
+    monkeypatch.setattr(EngineActor, "start", lambda *_, **__: object())
+    monkeypatch.setattr(TrainerActor, "start", lambda *_, **__: ranks.pop())
+    with pytest.raises(IndexError), launching.launch(cast(Any, None), Built, num_ranks=2, num_engines=2):
+        raise AssertionError("it has not started")
+    assert ended == [["training rank 0"], ["engine-0", "engine-1"]]

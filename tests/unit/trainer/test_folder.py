@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from weightsync.errors import ConfigError, SharedMemoryError, StateError
-from weightsync.trainer.folder import FolderPublisher, Look, checkpoint_files
+from weightsync.trainer.folder import FolderPublisher, Look
 from weightsync.trainer.publisher import OffloadReport, WeightManager
 
 INDEX = "model.safetensors.index.json"
@@ -295,54 +295,6 @@ def test_a_file_that_lies_is_refused_before_anything_is_taken(
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         FolderPublisher(tmp_path, idle).publish()
     assert idle.agent_pid is None
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["../model.safetensors"],
-        ["/etc/passwd"],
-        ["sub/model.safetensors"],
-        [".."],
-        ["."],
-        [""],
-        ["a\0.safetensors"],
-        ["x" * 300 + ".safetensors"],
-        ["gone.safetensors"],
-        ["secret.txt"],
-        [5],
-        [["model.safetensors"]],
-        [],
-    ],
-)
-def test_an_index_names_files_of_its_own_folder(tmp_path: Path, names: list[Any]) -> None:
-    folder = tmp_path / "checkpoint"
-    (folder / "sub").mkdir(parents=True)
-    for path in (tmp_path, folder, folder / "sub"):
-        save_file({"w": torch.ones(2)}, path / "model.safetensors")
-    (folder / "secret.txt").write_text("secret")
-    (folder / INDEX).write_text(json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(names)}}))
-    with pytest.raises(ConfigError):
-        checkpoint_files(folder)
-
-
-def test_an_index_that_is_none_is_refused_and_one_that_is_chooses(tmp_path: Path) -> None:
-    for name in ("a", "b", "old"):
-        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
-    assert [path.name for path in checkpoint_files(tmp_path)] == ["a.safetensors", "b.safetensors", "old.safetensors"]
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
-    assert [path.name for path in checkpoint_files(tmp_path)] == ["a.safetensors", "b.safetensors"]
-    for text in ("", "{", "[]", "5", '{"weight_map": []}', '{"weight_map": 5}', "[" * 100_000, '{"other": {}}'):
-        (tmp_path / INDEX).write_text(text)
-        with pytest.raises(ConfigError, match="index"):
-            checkpoint_files(tmp_path)
-    (tmp_path / INDEX).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="index"):
-        checkpoint_files(tmp_path)
-    with (tmp_path / INDEX).open("wb") as file:
-        file.truncate(200_000_000)
-    with pytest.raises(ConfigError, match="index"):
-        checkpoint_files(tmp_path)
 
 
 def test_a_folder_without_files_is_told_so(tmp_path: Path, idle: WeightManager) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from weightsync.codec.digest import digest_of
 from weightsync.errors import BusyError, WrongBaseError
+from weightsync.extract.checkpoint_files import checkpoint_files
 from weightsync.types import HeldTensor, TensorSpec, TensorTable, Version, dtype_name
 from weightsync.types.adapter import Adapter
 
@@ -129,7 +130,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Mapped, not read yet."""
     from safetensors import safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
+    files = checkpoint_files(folder) if any(folder.glob("*.safetensors")) else ()
     config: dict[str, Any] = {}
     if (path := folder / "config.json").is_file():
         config = json.loads(path.read_text(encoding="utf-8"))

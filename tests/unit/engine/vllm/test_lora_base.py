@@ -67,6 +67,16 @@ def test_a_tied_head_is_left_out_and_quantised_ones_say_nothing(tmp_path: Path) 
     assert equals(odd, digest(weights())) is None
 
 
+def test_a_file_that_the_index_does_not_name_is_none_of_it(tmp_path: Path) -> None:
+    """Some releases have the same weights in another form beside it. Seen red: their tensors were summed, too, and
+    each adapter was of another base."""
+    there = checkpoint(tmp_path, weights())
+    save_file({"tok_embeddings.weight": torch.ones(3)}, tmp_path / "consolidated.safetensors")
+    index = {"weight_map": dict.fromkeys(weights(), "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert equals(there, digest(weights())) is True
+
+
 def test_one_cast_copy_is_there_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a large model's would not fit beside it."""
     most = []
