@@ -3,6 +3,7 @@
 
 It reads how it runs from the first line of its standard input, and tells events by lines of its standard output. It
 ends when its input says "end" or is closed, or its trainer is gone: the version that it is at goes to its end first.
+Where the trainer is gone its claim comes free at once, and whoever takes it has the pointer.
 """
 
 from __future__ import annotations
@@ -45,16 +46,29 @@ def main() -> None:
     lines = _lines(0, int(sys.argv[1]))
     config = msgspec.json.decode(next(lines, b""), type=SinkConfig)
     ended, until = threading.Event(), [0.0]
-    threading.Thread(target=_listen, args=(lines, ended, until), name="weightsync-parent", daemon=True).start()
-    os._exit(_run(config, lambda event: _tell(out, event), ended, until))
+    closing: list[Callable[[], None]] = []
+    threading.Thread(target=_listen, args=(lines, ended, until, closing), name="weightsync-parent", daemon=True).start()
+    os._exit(_run(config, lambda event: _tell(out, event), ended, until, closing))
 
 
-def _run(config: SinkConfig, tell: Callable[[SinkEvent], None], ended: threading.Event, until: list[float]) -> int:
-    """Runs a writer to its end; the exit code."""
+def _run(
+    config: SinkConfig,
+    tell: Callable[[SinkEvent], None],
+    ended: threading.Event,
+    until: list[float],
+    closing: list[Callable[[], None]],
+) -> int:
+    """Runs a writer to its end; the exit code.
+
+    Args:
+        closing: is given what is called, from any thread, where the trainer is gone.
+    """
     try:
         tell(Begun())
         with _scarcity_told():
-            Sink(config, tell).run(ended, until)
+            sink = Sink(config, tell)
+            closing.append(sink.let_go)
+            sink.run(ended, until)
     except Exception as error:
         typed = as_weightsync_error(error, StateError, "the store's writer failed")
         is_last = isinstance(typed, RunClaimedError) or not isinstance(error, WeightSyncError)
@@ -89,11 +103,17 @@ def _lines(fd: int, trainer: int) -> Iterator[bytes]:
             return
 
 
-def _listen(lines: Iterator[bytes], ended: threading.Event, until: list[float]) -> None:
+def _listen(
+    lines: Iterator[bytes], ended: threading.Event, until: list[float], closing: list[Callable[[], None]]
+) -> None:
     """Ends the work when told to; "end 12" leaves so many seconds for the newest version."""
+    line = next(lines, None)
     with contextlib.suppress(ValueError, IndexError):
-        until[0] = time.monotonic() + float(next(lines, b"").split()[1])
+        until[0] = time.monotonic() + float((line or b"").split()[1])
     ended.set()
+    if line is None:  # an upload may take minutes, and the trainer may be started again
+        for close in closing:
+            close()
 
 
 def _tell(out: IO[bytes], event: SinkEvent) -> None:
@@ -159,6 +179,10 @@ class Sink:
         finally:
             self._claim.release()
             self._intake.close()
+
+    def let_go(self) -> None:
+        """Another writer may take the place now. What is being written goes to its end, and counts where none has."""
+        self._claim.release()
 
     def _turn(self, writer: ChainWriter, *, wait_s: float) -> bool:
         """Writes the newest version, where it is not written yet; whether it did."""
