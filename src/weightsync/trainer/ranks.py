@@ -182,9 +182,9 @@ class TrainingRanks:
             self._lost(why)
 
     def close(self) -> None:
-        """Lets go of the group; it is not destroyed, since a dead rank would hang that."""
+        """Lets go of the group. Its thread destroys it: a dead rank may hang that, and hangs nobody."""
         if self._thread is not None:
-            self._thread.close()
+            self._thread.close(_destroy)
             self._lost_error = self._lost_error or TrainerRankError("the ranks' group was closed", rank=self.rank)
 
     def _lost(self, why: str) -> TrainerRankError:
@@ -195,6 +195,13 @@ class TrainingRanks:
             state_left="the trainer's process group is broken: restart the job",
         )
         return self._lost_error
+
+
+def _destroy(held: dict[str, Any]) -> None:
+    """torch keeps the threads and sockets of a group that nobody has destroyed."""
+    if (group := held.pop(_GROUP, None)) is not None:
+        with contextlib.suppress(ValueError, RuntimeError):  # the trainer has destroyed all groups before
+            dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -146,6 +147,67 @@ def test_a_rank_that_is_stopped_costs_the_time_out_and_no_more(orders: list[str]
         kind, seconds = two[0].recv(30)
     assert kind == "TrainerRankError"
     assert seconds < MEET_S + SCHEDULING_S
+
+
+def closes(rank: int, world_size: int, conn: Any) -> Any:
+    """How many threads and descriptors it has after one group, and after many; then closes one beside a dead rank."""
+
+    def opened() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def once() -> None:
+        ranks = TrainingRanks(timeout_s=20)
+        ranks.settle(None)
+        ranks.close()
+        assert ranks._thread is not None
+        assert ranks._thread._inside.ended.wait(20)
+
+    threading.excepthook = lambda told: os._exit(3)  # a thread may not end in an error
+    once()
+    before = opened()
+    for _ in range(5):
+        once()
+    last = TrainingRanks(timeout_s=20)
+    last.settle(None)
+    conn.send((before, opened()))
+    conn.recv()
+    started = time.monotonic()
+    last.close()
+    conn.send(time.monotonic() - started)
+    conn.recv()
+    os._exit(0)  # the default group has lost a member
+
+
+def closes_last(rank: int, world_size: int) -> int:
+    """How many errors its threads have ended with where the trainer has destroyed its groups before."""
+    failed: list[Any] = []
+    threading.excepthook = failed.append
+    ranks = TrainingRanks(timeout_s=20)
+    ranks.settle(None)
+    torch.distributed.destroy_process_group()
+    ranks.close()
+    assert ranks._thread is not None
+    assert ranks._thread._inside.ended.wait(20)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return len(failed)
+
+
+def test_a_group_may_be_closed_behind_the_trainers_own() -> None:
+    """Seen red: a traceback, "Invalid process group specified or has been destroyed"."""
+    assert run_ranks(closes_last, 2) == [0, 0]
+
+
+def test_a_group_that_is_closed_gives_its_threads_and_descriptors_back() -> None:
+    """Beside a rank that is dead, too. Seen red: each group's stayed for the life of the process."""
+    with children() as start:
+        port = free_port()
+        two = [start(in_gloo_world, rank, 2, port, closes, (), talk=True, name=f"rank{rank}") for rank in range(2)]
+        for (threads, descriptors), (threads_now, descriptors_now) in [child.recv(60) for child in two]:
+            assert threads_now <= threads + 4, "those of one open group"
+            assert descriptors_now <= descriptors + 8
+        two[1].kill()
+        two[0].conn.send("go")
+        assert two[0].recv(30) < SCHEDULING_S
 
 
 def push_of(rank: int, *, strategy: str = "broadcast", chunks: int = 0) -> tuple[PushSync, nn.Module]:
