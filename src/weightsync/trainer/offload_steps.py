@@ -11,6 +11,7 @@ Each step ends alike on every rank: what one finds to be wrong, all raise.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ from weightsync.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     StateError,
+    TransferAbortedError,
     WeightSyncError,
     as_weightsync_error,
 )
@@ -304,14 +306,22 @@ class OffloadSteps:
                     del chunk
         except Exception as error:
             extraction.stop(as_weightsync_error(error, StateError, "writing into shared memory failed"))
+            self._finish(extraction)
             raise
-        finally:
-            try:
-                extraction.finish()
-            except DeadlineExceededError:  # its thread is inside a collective, and nobody may pair with that
-                self._ranks.give_up("the extraction hangs in a collective")
-                raise
+        except BaseException:  # Ctrl-C: it is what comes out
+            extraction.stop(TransferAbortedError("the trainer was interrupted"))
+            with contextlib.suppress(WeightSyncError):
+                self._finish(extraction)
+            raise
+        self._finish(extraction)
         return copied_bytes
+
+    def _finish(self, extraction: LockstepExtraction) -> None:
+        try:
+            extraction.finish()
+        except DeadlineExceededError:  # its thread is inside a collective, and nobody may pair with that
+            self._ranks.give_up("the extraction hangs in a collective")
+            raise
 
     def _key(self, extractor: WeightExtractor) -> str:
         facts = msgspec.json.encode((extractor.metadata(self._dtype), extractor.can_shard_locally()))
