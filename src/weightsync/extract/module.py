@@ -89,7 +89,7 @@ class ModuleWeightExtractor(WeightExtractor):
         return cast_together(tensors, dtypes) if plain else None
 
     def local_whole(self, dtype: str | None = None) -> tuple[TensorTable, list[torch.Tensor]] | None:
-        if type(self)._local_part is not ModuleWeightExtractor._local_part or training_rank() != 0:
+        if type(self)._local_part is not ModuleWeightExtractor._local_part or not self._hands_out():
             return None
         specs, live = self._shardable(dtype)
         if self._glance is None:
@@ -100,6 +100,9 @@ class ModuleWeightExtractor(WeightExtractor):
         return True
 
     def _local_part(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | None:
-        if training_rank() != 0:
+        if not self._hands_out():
             return None
         return whole_box(tuple(tensor.shape)), tensor
+
+    def _hands_out(self) -> bool:
+        return self.alone or training_rank() == 0

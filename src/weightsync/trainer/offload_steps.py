@@ -168,7 +168,7 @@ class OffloadSteps:
             named = self._kept.listed(weights)
             parts = None if named is None else self._kept.tensors(named)
             if parts is None:
-                extractor = extractor_of(weights if named is None else named)
+                extractor = self._extractor_of(weights if named is None else named)
                 key, boxes = self._key(extractor), self._boxes(extractor)
             else:  # all that they depend on is as it was
                 key, boxes = self._plan_of
@@ -187,7 +187,7 @@ class OffloadSteps:
         self._canary = msgspec.convert(replies[0]["canary"], Canary | None)
         if any(reply["changed"] for reply in replies):
             parts = None
-            extractor = extractor or extractor_of(weights if named is None else named)
+            extractor = extractor or self._extractor_of(weights if named is None else named)
             self._lay_out(extractor, key, boxes)
         if parts is None and extractor is not None and named is not None and not self.gathers:
             try:
@@ -196,6 +196,11 @@ class OffloadSteps:
             except Exception as caught:
                 error = as_weightsync_error(caught, StateError, "the weights can't be read")
         return Agreed(weights=parts if parts is not None else extractor or [], error=error)
+
+    def _extractor_of(self, weights: Weights) -> WeightExtractor:
+        made = extractor_of(weights)
+        made.alone = self._ranks.alone
+        return made
 
     def acquire(self, agreed: Agreed, reset: Callable[[], None]) -> Acquired:
         """A segment on each host. `give_back` comes after, whatever happens.

@@ -45,11 +45,15 @@ class TrainingRanks:
         timeout_s: how long one exchange may take.
         alone: whether this process stands alone though there is such a group.
 
+    Attributes:
+        alone: as above.
+
     Raises:
         TrainerRankError: a rank did not come in time.
     """
 
     def __init__(self, *, timeout_s: float, alone: bool = False) -> None:
+        self.alone = alone
         self._timeout_s = timeout_s
         self._thread: NativeThread | None = None
         self._lost_error: TrainerRankError | None = None

@@ -250,7 +250,7 @@ class Publisher(Closing):
             error: WeightSyncError | None = None
             try:
                 self._weights = weights()
-                if training_rank() == 0:
+                if self._manager.alone or training_rank() == 0:
                     self._notifier.meet()
             except Exception as caught:  # told to all ranks, once there is somebody who can
                 error = as_weightsync_error(caught, ConfigError, "the weights can't be published")
