@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -19,9 +20,13 @@ from safetensors.torch import load_file
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError
 from weightsync.extract.base import WeightExtractor
+from weightsync.memory import Segment
+from weightsync.memory.folder import path_of
+from weightsync.plan.safetensors import plan_layout
 from weightsync.trainer import segment_writer
 from weightsync.trainer.plan_cache import OffloadPlanCache
 from weightsync.trainer.publisher import WeightManager
+from weightsync.trainer.segment_writer import SegmentWriter
 from weightsync.types import Box, TensorSpec
 from weightsync.verbs.publishing import _as_offloaded
 
@@ -400,6 +405,36 @@ def test_what_an_extractor_has_to_look_at_is_looked_at_each_time() -> None:
     nothing = standing.listed(iter([]))
     assert nothing is not None
     assert list(nothing) == []
+
+
+def test_a_rank_lets_go_of_the_segments_that_its_leader_has_given_back() -> None:
+    """Pages that a driver has pinned stay in use. Seen red: those of six segments did, each a model's."""
+    layout, writer = plan_layout([TensorSpec(name="w", dtype="uint8", shape=(4096,))]), SegmentWriter()
+
+    def written(segment: Segment) -> int:
+        """By a rank that is not its leader; the address of it."""
+        writer.aim(segment.name, layout, None, "m")
+        writer.write_places((("w", None),), [torch.ones(4096, dtype=torch.uint8)])
+        writer.finish()
+        assert writer._flat is not None
+        address = writer._flat.data_ptr()
+        writer._pinned[address] = writer._flat, None  # as on a GPU's host
+        return address
+
+    def maps(segment: Segment) -> int:
+        """How often this process has mapped it; its leader's mapping is one."""
+        return Path("/proc/self/maps").read_text().count(segment.name)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(writer.close)
+        kept, gone = (stack.enter_context(Segment(layout.total_bytes)) for _ in range(2))
+        stays, goes = written(kept), written(gone)
+        assert (maps(kept), maps(gone)) == (2, 2)
+        os.unlink(path_of(gone.name))
+        assert written(kept) == stays
+        assert goes not in writer._pinned
+        assert writer._pinned.keys() == writer._targets.keys() == {stays}
+        assert (maps(kept), maps(gone)) == (2, 1)
 
 
 @pytest.mark.alone
