@@ -31,6 +31,10 @@ from weightsync.transfer.native import NativeThread
 from weightsync.types import Deadline
 
 _GROUP = "group"  # what the thread holds
+_OR_SLOW = (
+    "it may only be slow (raise timeout_s= of publish; join_timeout_s, transfer_timeout_s of push), or have failed "
+    "before the ranks met: see its log"
+)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ROUND_S = 1.0  # after so long ranks that wait tell each other that they are still there
 _T = TypeVar("_T")
@@ -84,7 +88,7 @@ class TrainingRanks:
         except RuntimeError as error:
             raise self._lost(str(error)) from error
         except TimeoutError as error:
-            raise self._lost(f"no answer within {self._timeout_s:g} s") from error
+            raise self._lost(f"no answer within {self._timeout_s:g} s; {_OR_SLOW}") from error
         except BaseException as error:
             if not isinstance(error, Exception) or self._thread.closed.is_set():  # nobody pairs with that call any more
                 self._lost("it was interrupted inside an agreement")
@@ -196,7 +200,8 @@ class TrainingRanks:
         self._lost_error = TrainerRankError(
             f"another training rank is gone or does not answer: {words}",
             rank=self.rank,
-            state_left="the trainer's process group is broken: restart the job",
+            state_left="weightsync's own group of these ranks is given up: restart the job, or publish or push anew on "
+            "all ranks",
         )
         return self._lost_error
 

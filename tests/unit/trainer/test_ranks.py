@@ -13,12 +13,13 @@ from torch import nn
 
 from tests.standins.processes import children, free_port, in_gloo_world, run_ranks
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import ExtractError, LoadError, SyncFailedError, VersionError, WeightSyncError
+from weightsync.errors import ExtractError, LoadError, SyncFailedError, TrainerRankError, VersionError, WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.handles.fanout import EngineFanout
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.trainer.push import PushSync
 from weightsync.trainer.ranks import TrainingRanks
+from weightsync.transfer.native import NativeThread
 from weightsync.transfer.registry import strategy_named
 
 MEET_S = 6.0
@@ -46,6 +47,19 @@ def test_a_rank_that_is_alone_agrees_with_itself() -> None:
     assert ranks.agreed_error is None
     ranks.close()
     ranks.close()
+
+
+def test_a_rank_that_does_not_answer_may_only_be_slow() -> None:
+    """Seen red: the trainer's own group was said to be broken, and no setting was named."""
+    ranks, come = TrainingRanks(timeout_s=0.05), threading.Event()
+    ranks._thread = NativeThread("test-ranks")
+    try:
+        with pytest.raises(TrainerRankError, match=r"no answer within 0\.05 s; it may only be slow \(raise ") as caught:
+            ranks._native(lambda held: come.wait(20))
+    finally:
+        come.set()
+    assert caught.value.message.endswith("or have failed before the ranks met: see its log")
+    assert str(caught.value.state_left).startswith("weightsync's own group of these ranks is given up: ")
 
 
 # --- two ranks ---
