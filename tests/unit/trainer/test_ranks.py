@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from tests.standins.processes import children, free_port, in_gloo_world, run_ranks
+from weightsync.codec.base import Codec
+from weightsync.codec.full import FullCodec, FullEncoder
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import ExtractError, LoadError, SyncFailedError, TrainerRankError, VersionError, WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
@@ -21,6 +23,7 @@ from weightsync.trainer.push import PushSync
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.transfer.native import NativeThread
 from weightsync.transfer.registry import strategy_named
+from weightsync.types.engine import PatchBase
 
 MEET_S = 6.0
 SCHEDULING_S = 5.0  # between a moment and the thread that waits for it, where everything else runs too
@@ -224,7 +227,9 @@ def test_a_group_that_is_closed_gives_its_threads_and_descriptors_back() -> None
         assert two[0].recv(30) < SCHEDULING_S
 
 
-def push_of(rank: int, *, strategy: str = "broadcast", chunks: int = 0) -> tuple[PushSync, nn.Module]:
+def push_of(
+    rank: int, *, strategy: str = "broadcast", chunks: int = 0, codec: Codec | None = None
+) -> tuple[PushSync, nn.Module]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     client = EngineFanout([EmbeddedEngine.of(ModuleWeightLoader(nn.Linear(3, 2)))]) if rank == 0 else None
@@ -232,6 +237,7 @@ def push_of(rank: int, *, strategy: str = "broadcast", chunks: int = 0) -> tuple
         ModuleWeightExtractor(model, chunk_bytes=1 << 20 if chunks else None),
         client,
         strategy=strategy_named(strategy),
+        codec=codec,
         transfer_timeout_s=15.0,
         join_timeout_s=10.0,
     ), model
@@ -290,3 +296,33 @@ def test_ranks_that_do_not_mean_the_same_sync_are_told_at_once_and_stay_in_step(
         assert said[7:10] == [8, "VersionError", 9]
         assert said[10:] == [("ConfigError", True)] * 2, "another strategy, other chunks"
     assert one[6] == ExtractError.__name__
+
+
+class FailsOnce(FullCodec):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+
+    def encoder(self, base: PatchBase | None = None) -> FullEncoder:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise ZeroDivisionError
+        return super().encoder(base)
+
+
+def encoder_fails(rank: int, world_size: int) -> list[Any]:
+    push, _ = push_of(rank, codec=FailsOnce())
+    push.initialize()
+    seen: list[Any] = []
+    for version in (1, 2):
+        try:
+            seen.append(push.sync_weights(version).version.number)
+        except WeightSyncError as error:
+            seen.append(facts(error)[0])
+    push.close()
+    return seen
+
+
+def test_a_codec_that_fails_as_it_begins_fails_the_sync_on_every_rank() -> None:
+    """Rank 0 alone has one. Seen red: its word of that met another collective of the other rank's."""
+    assert run_ranks(encoder_fails, 2) == [["SyncFailedError", 2]] * 2
