@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError
 from weightsync.extract.base import WeightExtractor
+from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.memory import Segment
 from weightsync.memory.folder import path_of
 from weightsync.plan.safetensors import plan_layout
@@ -376,6 +377,18 @@ def test_a_large_lazy_conjugate_is_published_as_what_it_means(manager: WeightMan
     assert numbers.is_conj()
     for _ in range(2):
         assert published(manager, [("freqs", numbers)])
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_what_is_gathered_comes_in_the_configurations_chunks(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FSDP2 over TP is. Seen red: the module itself was handed on, and its chunks were of 64 MiB."""
+    monkeypatch.setattr(FSDPWeightExtractor, "_can_shard", lambda extractor, tensor: not gathers)
+    config = WeightSyncConfig.load({"extract": {"chunk_bytes": 100}})
+    for weights in (torch.nn.Linear(4, 4), {"w": torch.ones(4)}):
+        assert _as_offloaded(weights, WeightSyncConfig(), name_map=None, bridge=None) is weights
+        given = _as_offloaded(weights, config, name_map=None, bridge=None)
+        assert (given is weights) is not gathers
+        assert not gathers or given.settings["chunk_bytes"] == 100  # type: ignore[union-attr]
 
 
 def test_nothing_is_kept_of_a_model_between_two_steps(manager: WeightManager) -> None:
