@@ -258,7 +258,7 @@ class ExtractError(WeightSyncError):
 
 
 class TrainerRankError(WeightSyncError):
-    """A training rank is gone or doesn't answer. The trainer's process group is broken: restart the job."""
+    """A training rank is gone or doesn't answer in time. This library's group of the ranks is given up."""
 
 
 class EngineError(WeightSyncError):

@@ -30,6 +30,9 @@ does, when it is walked; the root is asked each time."""
 _BLOCK = 512
 """So many modules are read at a time."""
 
+Kind = type | tuple[type, ...]
+"""Of modules: a class, or several."""
+
 _children = attrgetter("_modules")
 _parameters = attrgetter("_parameters")
 _buffers = attrgetter("_buffers")
@@ -61,7 +64,7 @@ class ModuleTensors:
         self._walk: _Walk | None = None
 
     def read(
-        self, root: torch.nn.Module, *, kind: type | None = None, prepare: Callable[[Any], object] | None = None
+        self, root: torch.nn.Module, *, kind: Kind | None = None, prepare: Callable[[Any], object] | None = None
     ) -> Held:
         """What `root` holds now.
 
@@ -131,7 +134,7 @@ class _Walk:
                     place_of[id(module)] = len(found)
                     found += held_of(module).values()
         self._types = list(map(type, modules))
-        self._kinds: dict[type, list[int]] = {}
+        self._kinds: dict[Kind, list[int]] = {}
         self._note_places(paths, found, parameter_place, buffer_place)
 
     def _note_places(
@@ -167,7 +170,7 @@ class _Walk:
         self.names = tuple(names)
         self._pick = _picker(places)
 
-    def prepared(self, root: torch.nn.Module, kind: type, prepare: Callable[[Any], object] | None) -> bool:
+    def prepared(self, root: torch.nn.Module, kind: Kind, prepare: Callable[[Any], object] | None) -> bool:
         """Prepares the modules of a kind; False where `root` has other modules than those of the walk."""
         if kind not in self._kinds:
             self._kinds[kind] = [index for index, found in enumerate(self._types) if issubclass(found, kind)]

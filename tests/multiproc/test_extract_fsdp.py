@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -23,6 +23,7 @@ from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.module_walk import module_tensors
 from weightsync.tensors import byte_array
+from weightsync.trainer.plan_cache import OffloadPlanCache
 
 Part = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bytes]
 
@@ -338,3 +339,31 @@ def test_ddp_keeps_the_models_names_and_rank_0_alone_answers_for_its_shards() ->
     assert ranks[1] == []
     expected = {name: raw for name, (_, _, raw) in _reference(_model(), "bfloat16").items()}
     assert _assembled(ranks) == expected
+
+
+def _under_fsdp1(rank: int, world_size: int) -> bool:
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(4, 4, bias=False))
+    reference = _reference(plain, None)
+    model = FullyShardedDataParallel(plain, use_orig_params=True, device_id=torch.device("cpu"))
+    assert [tuple(tensor.shape) for _, tensor in module_tensors(model)] == [(8,)]
+    for make in (FSDPWeightExtractor, ModuleWeightExtractor, OffloadPlanCache().listed):
+        with pytest.raises(UnsupportedError, match="FSDP1's flat parameters"):
+            make(model)
+    kept = OffloadPlanCache()
+    with FullyShardedDataParallel.summon_full_params(model):
+        extractor = FSDPWeightExtractor(model)
+        (chunk,) = extractor.extract_weights()
+        whole = chunk.tensors[0].clone()  # numpy's view of it would keep FSDP1 from freeing the memory
+        assert kept.listed(model) is not None
+    assert byte_array(whole).tobytes() == reference["0.weight"][2]
+    with pytest.raises(UnsupportedError, match="FSDP1's flat parameters"):
+        kept.listed(model)
+    with pytest.raises(UnsupportedError, match="FSDP1's flat parameters"):
+        extractor.extract_weights()
+    return True
+
+
+def test_fsdp1_is_refused_where_its_parameters_keep_their_names() -> None:
+    """Seen red: with `use_orig_params=True` the half that rank 0 has was taken for all of `0.weight`."""
+    assert run_ranks(_under_fsdp1, 2) == [True, True]

@@ -34,10 +34,12 @@ from weightsync.host.staging import Staging
 from weightsync.memory import Lock, Segment
 from weightsync.memory.serving import ServingLease
 from weightsync.trainer.publisher import WeightManager
+from weightsync.trainer.sink_process import SinkProcess
 from weightsync.transfer.peer_server import PeerServer
 from weightsync.types import Deadline
 from weightsync.types.closing import Closing
 from weightsync.types.process import of_one_process
+from weightsync.types.sink import SinkConfig
 from weightsync.types.transfer_messages import Transport
 
 SERVED = "m"
@@ -219,6 +221,23 @@ def dies_and_leaves_a_fork(lease_path: str, conn: Any) -> None:
     signal.pause()
 
 
+def stores_and_leaves_a_fork(place: str, conn: Any) -> None:
+    config = SinkConfig(store=f"file://{place}", model_id=SERVED, run_id="r", agents=("http://127.0.0.1:1",))
+    sink = SinkProcess(config)
+    sink.start(wait_s=60.0)
+    assert sink.wait_claimed(110.0)
+    assert sink._process is not None
+    assert sink._process.stdin is not None
+    writer, pipe = sink.pid, sink._process.stdin.fileno()
+    if (child := os.fork()) == 0:
+        signal.alarm(120)
+        os.closerange(3, pipe)
+        os.closerange(pipe + 1, 1024)
+        signal.pause()
+    conn.send((writer, child))
+    signal.pause()
+
+
 def fork_forks(lease_path: str, taken_again: bool) -> None:
     """Of a parent with a lease: a child takes a lock, and forks a child in which that one has to end, and nothing else.
 
@@ -289,6 +308,21 @@ def test_a_fork_that_outlives_its_parent_holds_no_port_and_no_lease(tmp_path: Pa
                     listener.listen()
         finally:
             os.kill(fork, signal.SIGKILL)
+
+
+def test_a_stores_writer_ends_with_its_trainer_though_a_fork_has_its_pipe(tmp_path: Path) -> None:
+    """Seen red: it ran on and renewed its claim, so the trainer that came next was refused for good."""
+    with children() as start:
+        parent = start(stores_and_leaves_a_fork, str(tmp_path / "run"), talk=True)
+        writer, fork = parent.recv(115)
+        try:
+            parent.kill()
+            wait_until(lambda: not os.path.exists(f"/proc/{writer}/exe"), "the writer ends")
+            os.kill(fork, 0)
+        finally:
+            for pid in (writer, fork):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("taken_again", [False, True])

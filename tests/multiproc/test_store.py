@@ -289,6 +289,24 @@ def test_a_trainer_stores_nothing_in_a_memory_that_nobody_else_sees() -> None:
         )
 
 
+def test_what_is_said_of_a_store_that_there_is_not_is_refused() -> None:
+    """Seen red: a key was given, nothing was signed or stored, and nothing said so."""
+    said: list[tuple[Any, str | None, str | None]] = [
+        ({"sign_key": "k"}, None, "publish.sign_key: read where there is a store alone"),
+        ({"anchor_every": 4, "keep_s": 5.0}, None, "publish.anchor_every, publish.keep_s: read"),
+        ({}, "k", "sign_key=: read where"),
+        ({"anchor_every": 32}, None, None),  # the default asks for nothing
+        ({}, None, None),
+    ]
+    for publish, sign_key, words in said:
+        config = WeightSyncConfig.load({"publish": publish})
+        with contextlib.nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+            made = sink_config(config, store=None, sign_key=sign_key, model_id="m", token=None, certificate=None)
+            assert made is None
+        there = sink_config(config, store="file:///run", sign_key=sign_key, model_id="m", token=None, certificate=None)
+        assert there is not None
+
+
 def _slow_claim(rank: int, world_size: int, place: str) -> str:
     storing._CLAIM_S = 0.0
     sink_process._START_S = 8.0

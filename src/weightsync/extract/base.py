@@ -98,6 +98,10 @@ class WeightExtractor(abc.ABC):
     read_adapter: Callable[[], Adapter] | None = None
     """Makes `adapter` anew, bound to nothing, of what the model says by now."""
 
+    alone: bool = False
+    """Whether this process has whole tensors for itself, whatever group of `torch.distributed` it is in: what extracts
+    from them alone says so. Else tensors that are not sharded are rank 0's to hand out."""
+
     canary: Canary | None = None
     """What the model says of a known prompt with the weights that are extracted next; rank 0's counts."""
 

@@ -8,13 +8,14 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from weightsync.copying import cast_together
 from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor, training_rank
 from weightsync.extract.glance import Pairs
-from weightsync.module_walk import Held, ModuleTensors, clean_name, unwrapped
+from weightsync.module_walk import Held, Kind, ModuleTensors, clean_name, unwrapped
 from weightsync.plan.boxes import whole_box
 from weightsync.types import Box, TensorTable
 
@@ -23,6 +24,18 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer",
 
 _layout, _is_meta = attrgetter("layout"), attrgetter("is_meta")
 _STRIDED = frozenset({torch.strided})
+_FSDP1 = "FSDP1's flat parameters can't be extracted: use fully_shard"
+
+
+def refuse_fsdp1(module: FullyShardedDataParallel) -> None:
+    """Where its parameters are stretches of a flat one, as with `use_orig_params=True`: their names are the model's.
+    Inside `summon_full_params` they are whole.
+    """
+    handle = module._handle
+    if handle is None or not handle.uses_sharded_strategy:
+        return
+    if handle.is_sharded(handle.flat_param) or handle._training_state.name != "SUMMON_FULL_PARAMS":
+        raise UnsupportedError(_FSDP1)
 
 
 class ModuleWeightExtractor(WeightExtractor):
@@ -37,12 +50,12 @@ class ModuleWeightExtractor(WeightExtractor):
     _clean_names: Sequence[str] = ()
 
     def _named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        held = self._read()
+        held = self._read(kind=FullyShardedDataParallel, prepare=refuse_fsdp1)
         if held.names is not self._names_of:
             self._names_of, self._clean_names = held.names, list(map(clean_name, held.names))
         return Pairs(names=self._clean_names, tensors=held.tensors)
 
-    def _read(self, *, kind: type | None = None, prepare: Callable[[Any], object] | None = None) -> Held:
+    def _read(self, *, kind: Kind | None = None, prepare: Callable[[Any], object] | None = None) -> Held:
         """What the model holds now; see `ModuleTensors.read`."""
         if self._walk is None:
             self._walk = ModuleTensors()
@@ -55,7 +68,7 @@ class ModuleWeightExtractor(WeightExtractor):
         if hasattr(tensor, "ds_shape"):
             raise UnsupportedError("this parameter is sharded by ZeRO-3: use DeepSpeedWeightExtractor", parameter=name)
         if name.endswith("_flat_param"):
-            raise UnsupportedError("FSDP1's flat parameters can't be extracted: use fully_shard", parameter=name)
+            raise UnsupportedError(_FSDP1, parameter=name)
 
     def _at_a_glance(self, tensors: Sequence[torch.Tensor]) -> bool:
         return (
@@ -76,7 +89,7 @@ class ModuleWeightExtractor(WeightExtractor):
         return cast_together(tensors, dtypes) if plain else None
 
     def local_whole(self, dtype: str | None = None) -> tuple[TensorTable, list[torch.Tensor]] | None:
-        if type(self)._local_part is not ModuleWeightExtractor._local_part or training_rank() != 0:
+        if type(self)._local_part is not ModuleWeightExtractor._local_part or not self._hands_out():
             return None
         specs, live = self._shardable(dtype)
         if self._glance is None:
@@ -87,6 +100,9 @@ class ModuleWeightExtractor(WeightExtractor):
         return True
 
     def _local_part(self, tensor: torch.Tensor) -> tuple[Box, torch.Tensor] | None:
-        if training_rank() != 0:
+        if not self._hands_out():
             return None
         return whole_box(tuple(tensor.shape)), tensor
+
+    def _hands_out(self) -> bool:
+        return self.alone or training_rank() == 0

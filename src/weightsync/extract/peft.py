@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -52,16 +52,18 @@ def adapter_of(model: Any, name: str) -> Adapter:
 class _AdapterReader:
     """`adapter_of`, again and again: where nothing was set since the last time, that costs a look at each layer."""
 
-    def __init__(self, model: Any, name: str) -> None:
-        self._model, self._name = model, name
+    def __init__(self, model: Any, name: str, tensors: Set[str]) -> None:
+        self._model, self._name, self._tensors = model, name, tensors
         self._layers = [layer for _, layer in lora_layers(model, name)]
         self._seen: object = None
 
     def __call__(self) -> Adapter:
         name = self._name
-        set_now = [(layer.r[name], layer.lora_alpha[name], layer.scaling[name]) for layer in self._layers]
+        set_now = [(layer.r.get(name), layer.lora_alpha.get(name), layer.scaling.get(name)) for layer in self._layers]
         seen = self._model.peft_config[name].to_dict(), set_now
         if seen != self._seen:
+            if adapter_names(self._model, name).keys() != self._tensors:  # it was made anew, and those are extracted
+                raise ConfigError(f"adapter {name!r} has other tensors than it had: make a new publisher, or push")
             self._adapter = adapter_of(self._model, name)
             self._seen = seen
         return self._adapter
@@ -142,8 +144,9 @@ def adapter_extractor(
     """
     model = _peft(weights)
     name = adapter_name(model, adapter)
-    made = _extractor(weights, model, adapter_names(model, name).get, **settings)
-    made.read_adapter = _AdapterReader(model, name)
+    names = adapter_names(model, name)
+    made = _extractor(weights, model, names.get, **settings)
+    made.read_adapter = _AdapterReader(model, name, names.keys())
     made.adapter = replace(made.read_adapter(), base=base)
     return made
 

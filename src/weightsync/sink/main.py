@@ -1,7 +1,9 @@
-"""The process of a store's writer: `python -m weightsync.sink.main`, started by `trainer.sink_process`.
+"""The process of a store's writer: `python -m weightsync.sink.main <the trainer's pid>`, started by
+`trainer.sink_process`.
 
 It reads how it runs from the first line of its standard input, and tells events by lines of its standard output. It
-ends when its input says "end" or is closed: the version that it is at goes to its end first.
+ends when its input says "end" or is closed, or its trainer is gone: the version that it is at goes to its end first.
+Where the trainer is gone its claim comes free at once, and whoever takes it has the pointer.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import sys
 import threading
 import time
@@ -29,6 +32,7 @@ from weightsync.types.scarcity import is_passing
 from weightsync.types.sink import Begun, Claimed, SinkConfig, SinkEvent, Stored, Trouble
 
 _WAIT_S = 2.0
+_LOOK_EVERY_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 
 _logger = logging.getLogger("weightsync.sink.main")  # it runs as __main__
@@ -39,18 +43,32 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=SinkConfig)
+    lines = _lines(0, int(sys.argv[1]))
+    config = msgspec.json.decode(next(lines, b""), type=SinkConfig)
     ended, until = threading.Event(), [0.0]
-    threading.Thread(target=_listen, args=(ended, until), name="weightsync-parent", daemon=True).start()
-    os._exit(_run(config, lambda event: _tell(out, event), ended, until))
+    closing: list[Callable[[], None]] = []
+    threading.Thread(target=_listen, args=(lines, ended, until, closing), name="weightsync-parent", daemon=True).start()
+    os._exit(_run(config, lambda event: _tell(out, event), ended, until, closing))
 
 
-def _run(config: SinkConfig, tell: Callable[[SinkEvent], None], ended: threading.Event, until: list[float]) -> int:
-    """Runs a writer to its end; the exit code."""
+def _run(
+    config: SinkConfig,
+    tell: Callable[[SinkEvent], None],
+    ended: threading.Event,
+    until: list[float],
+    closing: list[Callable[[], None]],
+) -> int:
+    """Runs a writer to its end; the exit code.
+
+    Args:
+        closing: is given what is called, from any thread, where the trainer is gone.
+    """
     try:
         tell(Begun())
         with _scarcity_told():
-            Sink(config, tell).run(ended, until)
+            sink = Sink(config, tell)
+            closing.append(sink.let_go)
+            sink.run(ended, until)
     except Exception as error:
         typed = as_weightsync_error(error, StateError, "the store's writer failed")
         is_last = isinstance(typed, RunClaimedError) or not isinstance(error, WeightSyncError)
@@ -71,12 +89,31 @@ def _scarcity_told() -> Iterator[None]:
         raise BusyError(f"the store's writer lacks memory, threads or files: {error!r}") from error
 
 
-def _listen(ended: threading.Event, until: list[float]) -> None:
+def _lines(fd: int, trainer: int) -> Iterator[bytes]:
+    """What the trainer says; ends when it is gone, though its forked child keeps this open."""
+    held = b""
+    while True:
+        is_gone = os.getppid() != trainer  # what it said before is read
+        if select.select([fd], [], [], 0.0 if is_gone else _LOOK_EVERY_S)[0]:
+            if not (more := os.read(fd, 1 << 16)):
+                return
+            *lines, held = (held + more).split(b"\n")
+            yield from lines
+        elif is_gone:
+            return
+
+
+def _listen(
+    lines: Iterator[bytes], ended: threading.Event, until: list[float], closing: list[Callable[[], None]]
+) -> None:
     """Ends the work when told to; "end 12" leaves so many seconds for the newest version."""
-    line = sys.stdin.buffer.readline()
+    line = next(lines, None)
     with contextlib.suppress(ValueError, IndexError):
-        until[0] = time.monotonic() + float(line.split()[1])
+        until[0] = time.monotonic() + float((line or b"").split()[1])
     ended.set()
+    if line is None:  # an upload may take minutes, and the trainer may be started again
+        for close in closing:
+            close()
 
 
 def _tell(out: IO[bytes], event: SinkEvent) -> None:
@@ -142,6 +179,10 @@ class Sink:
         finally:
             self._claim.release()
             self._intake.close()
+
+    def let_go(self) -> None:
+        """Another writer may take the place now. What is being written goes to its end, and counts where none has."""
+        self._claim.release()
 
     def _turn(self, writer: ChainWriter, *, wait_s: float) -> bool:
         """Writes the newest version, where it is not written yet; whether it did."""

@@ -71,7 +71,8 @@ class LockstepExtraction:
         self._error: WeightSyncError | None = None
         self._stop: WeightSyncError | None = None
         self._sum: ShardSum | None = None
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._device = torch.cuda.current_device() if in_use else None
         self._streams: list[torch.cuda.Stream] = []
         self._thread = threading.Thread(target=self._run, name="weightsync-extract", daemon=True)
 

@@ -11,6 +11,7 @@ Each step ends alike on every rank: what one finds to be wrong, all raise.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ from weightsync.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     StateError,
+    TransferAbortedError,
     WeightSyncError,
     as_weightsync_error,
 )
@@ -166,7 +168,7 @@ class OffloadSteps:
             named = self._kept.listed(weights)
             parts = None if named is None else self._kept.tensors(named)
             if parts is None:
-                extractor = extractor_of(weights if named is None else named)
+                extractor = self._extractor_of(weights if named is None else named)
                 key, boxes = self._key(extractor), self._boxes(extractor)
             else:  # all that they depend on is as it was
                 key, boxes = self._plan_of
@@ -185,7 +187,7 @@ class OffloadSteps:
         self._canary = msgspec.convert(replies[0]["canary"], Canary | None)
         if any(reply["changed"] for reply in replies):
             parts = None
-            extractor = extractor or extractor_of(weights if named is None else named)
+            extractor = extractor or self._extractor_of(weights if named is None else named)
             self._lay_out(extractor, key, boxes)
         if parts is None and extractor is not None and named is not None and not self.gathers:
             try:
@@ -194,6 +196,11 @@ class OffloadSteps:
             except Exception as caught:
                 error = as_weightsync_error(caught, StateError, "the weights can't be read")
         return Agreed(weights=parts if parts is not None else extractor or [], error=error)
+
+    def _extractor_of(self, weights: Weights) -> WeightExtractor:
+        made = extractor_of(weights)
+        made.alone = self._ranks.alone
+        return made
 
     def acquire(self, agreed: Agreed, reset: Callable[[], None]) -> Acquired:
         """A segment on each host. `give_back` comes after, whatever happens.
@@ -304,14 +311,22 @@ class OffloadSteps:
                     del chunk
         except Exception as error:
             extraction.stop(as_weightsync_error(error, StateError, "writing into shared memory failed"))
+            self._finish(extraction)
             raise
-        finally:
-            try:
-                extraction.finish()
-            except DeadlineExceededError:  # its thread is inside a collective, and nobody may pair with that
-                self._ranks.give_up("the extraction hangs in a collective")
-                raise
+        except BaseException:  # Ctrl-C: it is what comes out
+            extraction.stop(TransferAbortedError("the trainer was interrupted"))
+            with contextlib.suppress(WeightSyncError):
+                self._finish(extraction)
+            raise
+        self._finish(extraction)
         return copied_bytes
+
+    def _finish(self, extraction: LockstepExtraction) -> None:
+        try:
+            extraction.finish()
+        except DeadlineExceededError:  # its thread is inside a collective, and nobody may pair with that
+            self._ranks.give_up("the extraction hangs in a collective")
+            raise
 
     def _key(self, extractor: WeightExtractor) -> str:
         facts = msgspec.json.encode((extractor.metadata(self._dtype), extractor.can_shard_locally()))

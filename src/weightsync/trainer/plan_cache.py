@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from weightsync.errors import ConfigError
 from weightsync.extract.base import WeightExtractor, training_rank
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.glance import Glance, Pairs
-from weightsync.extract.module import PLAIN
+from weightsync.extract.module import PLAIN, refuse_fsdp1
 from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.module_walk import ModuleTensors, clean_name, unwrapped
 from weightsync.trainer.segment_writer import Place, picker
@@ -25,6 +25,7 @@ from weightsync.types import Box, TensorSpec
 
 _layout, _is_meta = attrgetter("layout"), attrgetter("is_meta")
 _STRIDED = frozenset({torch.strided})
+_SHARDED = (FSDPModule, FullyShardedDataParallel)
 
 Weights = WeightExtractor | torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """An extractor, a module, tensors by name, or a module's named parameters."""
@@ -57,7 +58,7 @@ class OffloadPlanCache:
     def listed(self, weights: Weights) -> Named | None:
         """What the extractor of these weights would be made from; None where they are an extractor, or no tensors."""
         if isinstance(weights, torch.nn.Module):
-            held = self._module.read(unwrapped(weights), kind=FSDPModule, prepare=FSDPModule.reshard)
+            held = self._module.read(unwrapped(weights), kind=_SHARDED, prepare=_prepare)
             return Named(names=held.names, tensors=held.tensors, are_apart=True)
         if isinstance(weights, (WeightExtractor, str, bytes)) or not hasattr(weights, "__iter__"):
             return None
@@ -139,6 +140,13 @@ def extractor_of(weights: Weights) -> WeightExtractor:
             f"weights are a module, tensors by name, named parameters or an extractor, not a {type(weights).__name__}"
         )
     return NamedTensorsExtractor(weights.items() if isinstance(weights, Mapping) else weights)
+
+
+def _prepare(module: FSDPModule | FullyShardedDataParallel) -> None:
+    if isinstance(module, FSDPModule):
+        module.reshard()
+    else:
+        refuse_fsdp1(module)
 
 
 def _have_data(tensors: Sequence[torch.Tensor]) -> bool:

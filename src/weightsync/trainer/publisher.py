@@ -72,7 +72,7 @@ class WeightManager(Closing):
         recorder: where phases go; an own one where not given.
 
     Attributes:
-        recorder, model_id: as above.
+        recorder, model_id, alone: as above.
         run_id: name of this run; empty before `start`.
 
     Raises:
@@ -122,7 +122,7 @@ class WeightManager(Closing):
         self._agent_timeout_s = agent_timeout_s
         self._config = config
         self._host_group = host_group
-        self._alone = alone
+        self.alone = alone
         self._ranks: TrainingRanks | None = None
         self._agent: AgentProcess | None = None
         self._endpoints: list[str | None] = []
@@ -213,7 +213,7 @@ class WeightManager(Closing):
             raise
 
     def _start(self, deltas: bool, error: WeightSyncError | None) -> None:
-        ranks = self._ranks = TrainingRanks(timeout_s=self._timeout_s, alone=self._alone)
+        ranks = self._ranks = TrainingRanks(timeout_s=self._timeout_s, alone=self.alone)
         host = ""
         try:
             check_names(self._given_run_id, self.model_id)

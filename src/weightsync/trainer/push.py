@@ -124,6 +124,7 @@ class PushSync:
         )
         codec = codec or FullCodec()
         codec.claim(self)
+        extractor.alone = alone
         sharer = strategy.create_sharer()
         if sharer is not None and not codec.passes_through:
             sharer.close()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec.structs import replace
 
-from weightsync.codec.base import Codec
+from weightsync.codec.base import Codec, Encoder
 from weightsync.codec.model_digest import ShardSum, model_digest
 from weightsync.codec.whole import SummedChunks
 from weightsync.errors import SyncFailedError, WeightSyncError, as_weightsync_error
@@ -148,6 +148,8 @@ class PushSession:
         try:
             manifest = self._manifest()
             client, session, lost, base = self._begin(manifest)
+            encoder = parts.codec.encoder(base)
+            self.encoded = True
         except Exception as caught:
             error = as_weightsync_error(caught, SyncFailedError, "the sync did not start")
             parts.engines.leave_out_busy(error)
@@ -155,7 +157,7 @@ class PushSession:
         parts.engines.took_part(client.engine_ids)
         if self._why_full is not None:
             _logger.info("%s goes out in full: %s", self.version, self._why_full)
-        num_chunks, digests, total = self._transfer(client, session, base)
+        num_chunks, digests, total = self._transfer(client, session, encoder)
         digest = model_digest(manifest.tensors, total)
         proved = manifest.with_digests(digests, digest) if base is None else replace(manifest, model_digest=digest)
         unprovable = session.finish(proved)
@@ -238,13 +240,11 @@ class PushSession:
         )
 
     def _transfer(
-        self, client: InferenceEngineClient, session: UpdateSession, base: PatchBase | None
+        self, client: InferenceEngineClient, session: UpdateSession, encoder: Encoder
     ) -> tuple[int, Mapping[str, str], ShardSum]:
         """Moves all chunks; gives their number, each tensor's digest, and the sum over all shards."""
         sender = self._parts.engines.group.sender
         assert sender is not None
-        encoder = self._parts.codec.encoder(base)
-        self.encoded = True
         extraction = self._start_extraction(keep=True)
         summed = SummedChunks(extraction.chunks(), counts=not self._parts.extractor.can_shard_locally())
         sent = self._counted(encoder.encode(summed))

@@ -31,6 +31,10 @@ from weightsync.transfer.native import NativeThread
 from weightsync.types import Deadline
 
 _GROUP = "group"  # what the thread holds
+_OR_SLOW = (
+    "it may only be slow (raise timeout_s= of publish; join_timeout_s, transfer_timeout_s of push), or have failed "
+    "before the ranks met: see its log"
+)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ROUND_S = 1.0  # after so long ranks that wait tell each other that they are still there
 _T = TypeVar("_T")
@@ -45,11 +49,15 @@ class TrainingRanks:
         timeout_s: how long one exchange may take.
         alone: whether this process stands alone though there is such a group.
 
+    Attributes:
+        alone: as above.
+
     Raises:
         TrainerRankError: a rank did not come in time.
     """
 
     def __init__(self, *, timeout_s: float, alone: bool = False) -> None:
+        self.alone = alone
         self._timeout_s = timeout_s
         self._thread: NativeThread | None = None
         self._lost_error: TrainerRankError | None = None
@@ -80,7 +88,7 @@ class TrainingRanks:
         except RuntimeError as error:
             raise self._lost(str(error)) from error
         except TimeoutError as error:
-            raise self._lost(f"no answer within {self._timeout_s:g} s") from error
+            raise self._lost(f"no answer within {self._timeout_s:g} s; {_OR_SLOW}") from error
         except BaseException as error:
             if not isinstance(error, Exception) or self._thread.closed.is_set():  # nobody pairs with that call any more
                 self._lost("it was interrupted inside an agreement")
@@ -182,9 +190,9 @@ class TrainingRanks:
             self._lost(why)
 
     def close(self) -> None:
-        """Lets go of the group; it is not destroyed, since a dead rank would hang that."""
+        """Lets go of the group. Its thread destroys it: a dead rank may hang that, and hangs nobody."""
         if self._thread is not None:
-            self._thread.close()
+            self._thread.close(_destroy)
             self._lost_error = self._lost_error or TrainerRankError("the ranks' group was closed", rank=self.rank)
 
     def _lost(self, why: str) -> TrainerRankError:
@@ -192,9 +200,17 @@ class TrainingRanks:
         self._lost_error = TrainerRankError(
             f"another training rank is gone or does not answer: {words}",
             rank=self.rank,
-            state_left="the trainer's process group is broken: restart the job",
+            state_left="weightsync's own group of these ranks is given up: restart the job, or publish or push anew on "
+            "all ranks",
         )
         return self._lost_error
+
+
+def _destroy(held: dict[str, Any]) -> None:
+    """torch keeps the threads and sockets of a group that nobody has destroyed."""
+    if (group := held.pop(_GROUP, None)) is not None:
+        with contextlib.suppress(ValueError, RuntimeError):  # the trainer has destroyed all groups before
+            dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -20,6 +21,7 @@ from weightsync.addresses import Int64s
 from weightsync.errors import InvalidRequestError
 from weightsync.many import MANY, plain_addresses
 from weightsync.memory import SharedSegment
+from weightsync.memory.folder import path_of
 from weightsync.plan.safetensors import Layout
 from weightsync.tensors import cut_out, has_its_memory, tensor_from_bytes, torch_dtype
 from weightsync.trainer.buffer import WriteTurn
@@ -94,6 +96,7 @@ class SegmentWriter:
             memory = turn.segment.memory
             write_header(memory, layout, None, model_id)
         else:
+            self._let_go_of_gone()
             if segment not in self._mapped:
                 if len(self._mapped) >= _MAX_MAPPED:
                     self.close()
@@ -253,6 +256,12 @@ class SegmentWriter:
         self._copier.close()
         while self._mapped:
             self._mapped.popitem()[1].close()
+
+    def _let_go_of_gone(self) -> None:
+        """Segments that the leader has given back: while their pages are pinned, they stay in use."""
+        for name in [name for name in self._mapped if not os.path.exists(path_of(name))]:
+            with self._mapped.pop(name) as mapped:
+                self.let_go(mapped.memory)
 
     def _flush(self) -> None:
         queued, self._queued, self._queued_bytes = self._queued, [], 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 import threading
 import time
@@ -145,7 +146,9 @@ class SinkProcess:
             with self._changed:
                 if self._closed:
                     return "was closed"
-                self._process = process = started_beside("weightsync.sink.main", stdout=subprocess.PIPE)
+                self._process = process = started_beside(
+                    "weightsync.sink.main", str(os.getpid()), stdout=subprocess.PIPE
+                )
         except (OSError, RuntimeError) as error:  # no process can be had now
             return f"could not be started: {error}"
         assert process.stdout is not None

@@ -92,6 +92,7 @@ class LoraChoice:
             made = self._made(weights, config, name_map)
             if made.adapter is not None and self.base is None:
                 base = base_extractor(weights, **_of_chunks(config))
+                base.alone = ranks.alone
         except Exception as caught:
             error = as_weightsync_error(caught, ExtractError, "the adapter can't be extracted", rank=ranks.rank)
         ranks.settle(error)

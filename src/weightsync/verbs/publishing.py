@@ -50,6 +50,8 @@ from weightsync.verbs.settings import ConfigSource, as_list, check_options, load
 from weightsync.verbs.storing import Storing, sink_config
 from weightsync.verbs.weights import TrainerWeights, extractor_from
 
+_OF_CHUNKS = frozenset({"extract.chunk_bytes", "extract.group_by_module"})
+
 _logger = logging.getLogger(__name__)
 
 
@@ -255,7 +257,7 @@ class Publisher(Closing):
             error: WeightSyncError | None = None
             try:
                 self._weights = weights()
-                if training_rank() == 0:
+                if self._manager.alone or training_rank() == 0:
                     self._notifier.meet()
             except Exception as caught:  # told to all ranks, once there is somebody who can
                 error = as_weightsync_error(caught, ConfigError, "the weights can't be published")
@@ -386,11 +388,13 @@ class Publisher(Closing):
 def _as_offloaded(
     weights: TrainerWeights, config: WeightSyncConfig, *, name_map: Callable[[str], str | None] | None, bridge: Any
 ) -> Weights:
-    """What `offload` is given: the module or mapping itself, which it reads fastest, where no extractor says more."""
+    """What `offload` is given: the module or mapping itself, which it reads fastest, where no extractor says more, as
+    of chunks, in which what is gathered comes."""
     extractor = extractor_from(weights, config, name_map=name_map, bridge=bridge)
     extractor.metadata(config.extract.dtype)
     plain = type(extractor) in (ModuleWeightExtractor, FSDPWeightExtractor, NamedTensorsExtractor)
-    configured = name_map is not None or bool(config.extract.dtype_overrides)
+    chunked = not extractor.can_shard_locally() and not _OF_CHUNKS.isdisjoint(dict(config.asked()))
+    configured = name_map is not None or bool(config.extract.dtype_overrides) or chunked
     if plain and not configured and isinstance(weights, torch.nn.Module | Mapping):
         return weights
     return extractor

@@ -17,6 +17,7 @@ from weightsync.types import Version
 from weightsync.types.sink import SinkConfig
 
 _CLAIM_S = 15.0
+_OF_A_STORE = ("sign_key", "anchor_every", "keep_s")
 
 _logger = logging.getLogger(__name__)
 
@@ -39,11 +40,14 @@ def sink_config(
         certificate: of its agents, which the writer takes.
 
     Raises:
-        ConfigError: the URL names no place in a store.
+        ConfigError: the URL names no place in a store; or there is none, and something was said of it.
     """
     chosen = config.publish
     place = store or chosen.store
     if place is None:
+        said = {key for key, _ in config.asked()} & {f"publish.{key}" for key in _OF_A_STORE}
+        if unread := sorted(said | ({"sign_key="} if sign_key is not None else set())):
+            raise ConfigError(f"{', '.join(unread)}: read where there is a store alone: say store= or publish.store")
         return None
     url = checked_store_url(place, whose="the store's")
     if url.startswith("memory://"):  # the writer is a process of its own: nobody else would ever see it

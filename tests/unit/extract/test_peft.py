@@ -110,6 +110,21 @@ def test_of_several_adapters_the_named_one_comes() -> None:
     assert {name: t.shape for name, t in extracted(other).items()} == {name: t.shape for name, t in want.items()}
 
 
+@pytest.mark.parametrize("modules", [["q_proj"], ["q_proj", "v_proj"], ["v_proj"]])
+def test_an_adapter_that_is_made_anew_has_the_modules_that_it_had(modules: list[str]) -> None:
+    """Seen red: of more modules the tensors of the old ones came, beside a configuration that names all."""
+    model = peft_model("llama", 8, target_modules=["q_proj"])
+    extractor = adapter_extractor(model)
+    assert extractor.read_adapter is not None
+    model.delete_adapter("default")
+    model.add_adapter("default", lora_config(4, target_modules=modules))
+    if modules == ["q_proj"]:
+        assert extractor.read_adapter().rank == 4
+        return
+    with pytest.raises(ConfigError, match="adapter 'default' has other tensors than it had: make a new publisher"):
+        extractor.read_adapter()
+
+
 def test_what_can_not_be_published_is_refused() -> None:
     model = peft_model("llama", 8)
     model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 3.0)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from tests.multiproc.pull_kit import MODEL, run_of
 from tests.standins.stored import AGENT, SEED, taken
 from weightsync.errors import BusyError, StateError
+from weightsync.objects.opened import open_store
 from weightsync.sink import main
+from weightsync.sink.claim import ClaimKeeper
 from weightsync.types import Version
 from weightsync.types.sink import Begun, Claimed, SinkConfig, SinkEvent, Stored, Trouble
 
@@ -47,7 +50,7 @@ def run(monkeypatch: pytest.MonkeyPatch, url: str, intake: Short) -> tuple[int, 
             ended.set()
 
     config = SinkConfig(store=url, model_id=MODEL, run_id=run_of(SEED), agents=(AGENT,))
-    return main._run(config, tell, ended, [0.0]), told
+    return main._run(config, tell, ended, [0.0], []), told
 
 
 def test_a_want_of_memory_or_threads_is_told_and_tried_again(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +82,33 @@ def test_what_nobody_knows_ends_it_for_good(tmp_path, monkeypatch: pytest.Monkey
     code, told = run(monkeypatch, f"file://{tmp_path}/run", Short(KeyError("a slip")))
     assert isinstance(told[-1], Trouble)
     assert (code, told[-1].error["error"], told[-1].is_last) == (1, StateError.__name__, True)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_place_of_a_trainer_that_is_gone_comes_free_while_a_version_is_written(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    """A trainer that ends in order waits for that version, and its claim stays. Seen red: the one that was started
+    again found a writer "who is alive" until the upload's end."""
+    url = f"file://{tmp_path}/run"
+    store, ended, until = open_store(url, whose="the store's"), threading.Event(), [0.0]
+    closing: list[Callable[[], None]] = []
+    told: list[SinkEvent] = []
+    released: list[bool] = []
+
+    class Slow(Short):
+        def take(self, bases: object, **_: object) -> object:
+            main._listen(iter([b"end 0"] if is_told else []), ended, until, closing)
+            found, _etag = ClaimKeeper(store, run_id="next", takeover_s=1.0)._found()
+            released.append(found is not None and found.released)
+            return taken(1)
+
+    monkeypatch.setattr(main, "Intake", lambda *_, **__: Slow())
+    config = SinkConfig(store=url, model_id=MODEL, run_id=run_of(SEED), agents=(AGENT,))
+    assert main._run(config, told.append, ended, until, closing) == 0
+    assert released == [not is_told]
+    assert isinstance(told[-1], Stored)
+    following = ClaimKeeper(store, run_id="next", takeover_s=60.0)
+    following.acquire(ended=threading.Event())
+    assert following.epoch == 2
+    following.release()

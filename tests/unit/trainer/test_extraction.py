@@ -218,7 +218,7 @@ def test_extraction_works_on_the_callers_cuda_streams(monkeypatch: pytest.Monkey
         return Stream(7 if index == 0 else 0, index)
 
     for name, fake in {
-        "is_available": lambda: True,
+        "is_initialized": lambda: True,
         "current_device": lambda: 0,
         "device_count": lambda: 2,
         "current_stream": current,
@@ -230,6 +230,18 @@ def test_extraction_works_on_the_callers_cuda_streams(monkeypatch: pytest.Monkey
     running = extraction(Extractor(1), keep=False)
     running.finish()
     assert seen == [(Stream(7, 0), False), (0, False)]
+
+
+def test_a_trainer_that_does_not_use_its_hosts_gpu_gets_no_context_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: asked for the current device, torch makes one, of hundreds of megabytes."""
+
+    def asked() -> int:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", asked)
+    running = extraction(Extractor(1), keep=False)
+    running.finish()
 
 
 # --- two ranks ---

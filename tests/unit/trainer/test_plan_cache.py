@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -19,9 +20,14 @@ from safetensors.torch import load_file
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError, ExtractError, UnsupportedError, WeightSyncError
 from weightsync.extract.base import WeightExtractor
+from weightsync.extract.fsdp import FSDPWeightExtractor
+from weightsync.memory import Segment
+from weightsync.memory.folder import path_of
+from weightsync.plan.safetensors import plan_layout
 from weightsync.trainer import segment_writer
 from weightsync.trainer.plan_cache import OffloadPlanCache
 from weightsync.trainer.publisher import WeightManager
+from weightsync.trainer.segment_writer import SegmentWriter
 from weightsync.types import Box, TensorSpec
 from weightsync.verbs.publishing import _as_offloaded
 
@@ -373,6 +379,18 @@ def test_a_large_lazy_conjugate_is_published_as_what_it_means(manager: WeightMan
         assert published(manager, [("freqs", numbers)])
 
 
+@pytest.mark.parametrize("gathers", [False, True])
+def test_what_is_gathered_comes_in_the_configurations_chunks(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FSDP2 over TP is. Seen red: the module itself was handed on, and its chunks were of 64 MiB."""
+    monkeypatch.setattr(FSDPWeightExtractor, "_can_shard", lambda extractor, tensor: not gathers)
+    config = WeightSyncConfig.load({"extract": {"chunk_bytes": 100}})
+    for weights in (torch.nn.Linear(4, 4), {"w": torch.ones(4)}):
+        assert _as_offloaded(weights, WeightSyncConfig(), name_map=None, bridge=None) is weights
+        given = _as_offloaded(weights, config, name_map=None, bridge=None)
+        assert (given is weights) is not gathers
+        assert not gathers or given.settings["chunk_bytes"] == 100  # type: ignore[union-attr]
+
+
 def test_nothing_is_kept_of_a_model_between_two_steps(manager: WeightManager) -> None:
     """A trainer that gathers a new state each step must not hold two of them."""
     for _ in range(3):
@@ -400,6 +418,36 @@ def test_what_an_extractor_has_to_look_at_is_looked_at_each_time() -> None:
     nothing = standing.listed(iter([]))
     assert nothing is not None
     assert list(nothing) == []
+
+
+def test_a_rank_lets_go_of_the_segments_that_its_leader_has_given_back() -> None:
+    """Pages that a driver has pinned stay in use. Seen red: those of six segments did, each a model's."""
+    layout, writer = plan_layout([TensorSpec(name="w", dtype="uint8", shape=(4096,))]), SegmentWriter()
+
+    def written(segment: Segment) -> int:
+        """By a rank that is not its leader; the address of it."""
+        writer.aim(segment.name, layout, None, "m")
+        writer.write_places((("w", None),), [torch.ones(4096, dtype=torch.uint8)])
+        writer.finish()
+        assert writer._flat is not None
+        address = writer._flat.data_ptr()
+        writer._pinned[address] = writer._flat, None  # as on a GPU's host
+        return address
+
+    def maps(segment: Segment) -> int:
+        """How often this process has mapped it; its leader's mapping is one."""
+        return Path("/proc/self/maps").read_text().count(segment.name)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(writer.close)
+        kept, gone = (stack.enter_context(Segment(layout.total_bytes)) for _ in range(2))
+        stays, goes = written(kept), written(gone)
+        assert (maps(kept), maps(gone)) == (2, 2)
+        os.unlink(path_of(gone.name))
+        assert written(kept) == stays
+        assert goes not in writer._pinned
+        assert writer._pinned.keys() == writer._targets.keys() == {stays}
+        assert (maps(kept), maps(gone)) == (2, 1)
 
 
 @pytest.mark.alone

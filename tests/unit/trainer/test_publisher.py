@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import weightsync
 from tests.standins.processes import run_ranks
 from weightsync.errors import ConfigError, EngineUnreachableError, InvalidRequestError, StateError
 from weightsync.trainer import publisher
 from weightsync.trainer.agent_run import AgentRun
+from weightsync.trainer.notifier import Notifier
 from weightsync.trainer.publisher import WeightManager
 
 
@@ -36,6 +40,50 @@ def test_a_wait_that_nobody_can_wait_is_refused(timeout_s: float) -> None:
 def test_a_version_is_a_whole_number_and_0_seconds_are_a_look(version: Any, error: type[Exception]) -> None:
     with contextlib.closing(WeightManager("m")) as manager, pytest.raises(error):
         manager.wait_published(version, timeout_s=0)
+
+
+# --- one rank alone ---
+
+
+@pytest.fixture
+def rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a group in which nobody answers."""
+    for name, answer in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, answer=answer: answer)
+
+
+@pytest.mark.usefixtures("rank_1")
+def test_a_rank_that_is_not_the_first_publishes_alone() -> None:
+    """A module and a mapping. Seen red: "the parts hold 0 of 4 elements"."""
+    whole = torch.arange(4.0)
+    module = torch.nn.Module()
+    module.register_buffer("w", whole)
+    for weights in ({"w": whole}, module):
+        with WeightManager("m", alone=True) as manager:
+            assert manager.offload(weights, 1).published
+            assert manager._steps is not None
+            assert manager._steps.buffer is not None
+            assert manager._steps.buffer._current is not None
+            assert torch.equal(load_file(Path("/dev/shm") / manager._steps.buffer._current.name)["w"], whole)
+
+
+@pytest.mark.usefixtures("rank_1")
+def test_a_rank_that_is_not_the_first_meets_those_that_it_tells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def met(notifier: Notifier) -> None:
+        raise ConfigError("is met")
+
+    monkeypatch.setattr(Notifier, "meet", met)
+    with pytest.raises(ConfigError, match="is met"):
+        weightsync.publish({"w": torch.ones(4)}, "m", alone=True, port=0)
+
+
+@pytest.mark.usefixtures("rank_1")
+def test_a_rank_that_is_not_the_first_pushes_alone() -> None:
+    """Seen red: all bytes moved, and the trainer's sum was that of nothing: DigestMismatchError."""
+    model, served = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    with weightsync.push(model, [served], dtype="float32", alone=True) as push:
+        assert push.step().digests_equal
+    assert torch.equal(served.weight, model.weight)
 
 
 # --- ranks that start together ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -11,14 +12,18 @@ import torch
 from torch import nn
 
 from tests.standins.processes import children, free_port, in_gloo_world, run_ranks
+from weightsync.codec.base import Codec
+from weightsync.codec.full import FullCodec, FullEncoder
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import ExtractError, LoadError, SyncFailedError, VersionError, WeightSyncError
+from weightsync.errors import ExtractError, LoadError, SyncFailedError, TrainerRankError, VersionError, WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.handles.fanout import EngineFanout
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.trainer.push import PushSync
 from weightsync.trainer.ranks import TrainingRanks
+from weightsync.transfer.native import NativeThread
 from weightsync.transfer.registry import strategy_named
+from weightsync.types.engine import PatchBase
 
 MEET_S = 6.0
 SCHEDULING_S = 5.0  # between a moment and the thread that waits for it, where everything else runs too
@@ -45,6 +50,19 @@ def test_a_rank_that_is_alone_agrees_with_itself() -> None:
     assert ranks.agreed_error is None
     ranks.close()
     ranks.close()
+
+
+def test_a_rank_that_does_not_answer_may_only_be_slow() -> None:
+    """Seen red: the trainer's own group was said to be broken, and no setting was named."""
+    ranks, come = TrainingRanks(timeout_s=0.05), threading.Event()
+    ranks._thread = NativeThread("test-ranks")
+    try:
+        with pytest.raises(TrainerRankError, match=r"no answer within 0\.05 s; it may only be slow \(raise ") as caught:
+            ranks._native(lambda held: come.wait(20))
+    finally:
+        come.set()
+    assert caught.value.message.endswith("or have failed before the ranks met: see its log")
+    assert str(caught.value.state_left).startswith("weightsync's own group of these ranks is given up: ")
 
 
 # --- two ranks ---
@@ -148,7 +166,70 @@ def test_a_rank_that_is_stopped_costs_the_time_out_and_no_more(orders: list[str]
     assert seconds < MEET_S + SCHEDULING_S
 
 
-def push_of(rank: int, *, strategy: str = "broadcast", chunks: int = 0) -> tuple[PushSync, nn.Module]:
+def closes(rank: int, world_size: int, conn: Any) -> Any:
+    """How many threads and descriptors it has after one group, and after many; then closes one beside a dead rank."""
+
+    def opened() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def once() -> None:
+        ranks = TrainingRanks(timeout_s=20)
+        ranks.settle(None)
+        ranks.close()
+        assert ranks._thread is not None
+        assert ranks._thread._inside.ended.wait(20)
+
+    threading.excepthook = lambda told: os._exit(3)  # a thread may not end in an error
+    once()
+    before = opened()
+    for _ in range(5):
+        once()
+    last = TrainingRanks(timeout_s=20)
+    last.settle(None)
+    conn.send((before, opened()))
+    conn.recv()
+    started = time.monotonic()
+    last.close()
+    conn.send(time.monotonic() - started)
+    conn.recv()
+    os._exit(0)  # the default group has lost a member
+
+
+def closes_last(rank: int, world_size: int) -> int:
+    """How many errors its threads have ended with where the trainer has destroyed its groups before."""
+    failed: list[Any] = []
+    threading.excepthook = failed.append
+    ranks = TrainingRanks(timeout_s=20)
+    ranks.settle(None)
+    torch.distributed.destroy_process_group()
+    ranks.close()
+    assert ranks._thread is not None
+    assert ranks._thread._inside.ended.wait(20)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return len(failed)
+
+
+def test_a_group_may_be_closed_behind_the_trainers_own() -> None:
+    """Seen red: a traceback, "Invalid process group specified or has been destroyed"."""
+    assert run_ranks(closes_last, 2) == [0, 0]
+
+
+def test_a_group_that_is_closed_gives_its_threads_and_descriptors_back() -> None:
+    """Beside a rank that is dead, too. Seen red: each group's stayed for the life of the process."""
+    with children() as start:
+        port = free_port()
+        two = [start(in_gloo_world, rank, 2, port, closes, (), talk=True, name=f"rank{rank}") for rank in range(2)]
+        for (threads, descriptors), (threads_now, descriptors_now) in [child.recv(60) for child in two]:
+            assert threads_now <= threads + 4, "those of one open group"
+            assert descriptors_now <= descriptors + 8
+        two[1].kill()
+        two[0].conn.send("go")
+        assert two[0].recv(30) < SCHEDULING_S
+
+
+def push_of(
+    rank: int, *, strategy: str = "broadcast", chunks: int = 0, codec: Codec | None = None
+) -> tuple[PushSync, nn.Module]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     client = EngineFanout([EmbeddedEngine.of(ModuleWeightLoader(nn.Linear(3, 2)))]) if rank == 0 else None
@@ -156,6 +237,7 @@ def push_of(rank: int, *, strategy: str = "broadcast", chunks: int = 0) -> tuple
         ModuleWeightExtractor(model, chunk_bytes=1 << 20 if chunks else None),
         client,
         strategy=strategy_named(strategy),
+        codec=codec,
         transfer_timeout_s=15.0,
         join_timeout_s=10.0,
     ), model
@@ -214,3 +296,33 @@ def test_ranks_that_do_not_mean_the_same_sync_are_told_at_once_and_stay_in_step(
         assert said[7:10] == [8, "VersionError", 9]
         assert said[10:] == [("ConfigError", True)] * 2, "another strategy, other chunks"
     assert one[6] == ExtractError.__name__
+
+
+class FailsOnce(FullCodec):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+
+    def encoder(self, base: PatchBase | None = None) -> FullEncoder:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            raise ZeroDivisionError
+        return super().encoder(base)
+
+
+def encoder_fails(rank: int, world_size: int) -> list[Any]:
+    push, _ = push_of(rank, codec=FailsOnce())
+    push.initialize()
+    seen: list[Any] = []
+    for version in (1, 2):
+        try:
+            seen.append(push.sync_weights(version).version.number)
+        except WeightSyncError as error:
+            seen.append(facts(error)[0])
+    push.close()
+    return seen
+
+
+def test_a_codec_that_fails_as_it_begins_fails_the_sync_on_every_rank() -> None:
+    """Rank 0 alone has one. Seen red: its word of that met another collective of the other rank's."""
+    assert run_ranks(encoder_fails, 2) == [["SyncFailedError", 2]] * 2

@@ -19,7 +19,7 @@ def test_a_writer_that_can_not_be_started_is_tried_again(
     """Seen red: nothing was stored any more, and nothing said why."""
     tried: list[str] = []
 
-    def none_left(module: str, **_: object) -> None:
+    def none_left(module: str, *_: object, **__: object) -> None:
         tried.append(module)
         raise BlockingIOError("no more processes")
 
