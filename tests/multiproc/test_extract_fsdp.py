@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.standins.processes import run_ranks
+from weightsync.config import WeightSyncConfig
 from weightsync.errors import UnsupportedError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
@@ -24,6 +25,7 @@ from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.module_walk import module_tensors
 from weightsync.tensors import byte_array
 from weightsync.trainer.plan_cache import OffloadPlanCache
+from weightsync.verbs.weights import extractor_from
 
 Part = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, bytes]
 
@@ -350,6 +352,13 @@ def _under_fsdp1(rank: int, world_size: int) -> bool:
     for make in (FSDPWeightExtractor, ModuleWeightExtractor, OffloadPlanCache().listed):
         with pytest.raises(UnsupportedError, match="FSDP1's flat parameters"):
             make(model)
+    for alone in (model.module, dict(model.named_parameters()), model.named_parameters()):
+        with pytest.raises(UnsupportedError, match="FSDP1's own module"):  # nobody says whether these are whole
+            OffloadPlanCache().listed(alone)
+    with pytest.raises(UnsupportedError, match="FSDP1's own module"):
+        FSDPWeightExtractor(model.module)
+    with pytest.raises(UnsupportedError, match="FSDP1's own module"):
+        extractor_from(dict(model.named_parameters()), WeightSyncConfig())
     kept = OffloadPlanCache()
     with FullyShardedDataParallel.summon_full_params(model):
         extractor = FSDPWeightExtractor(model)

@@ -59,12 +59,7 @@ class GatheredTransfer:
         if to is not None and engines is not None:
             raise ConfigError("to= publishes and engines= pushes: give one of the two")
         if engines is not None:
-            controller = settings.get("controller") or loaded(settings.get("config")).push.controller
-            if controller is not None:
-                raise ConfigError(
-                    f"the controller {controller} orders pushes at some steps, and a framework takes each version that "
-                    "it sends for served: leave controller out, or publish to it: to="
-                )
+            _refuse_controller(settings.get("controller"))
         try:
             check_wait_s("wait_s", wait_s, may_be_0=True)
         except InvalidRequestError as error:
@@ -106,6 +101,7 @@ class GatheredTransfer:
         self._weights.update(self._copy.take(iterator))
         if self._engines is not None:
             if self._pusher is None:
+                _refuse_controller(loaded(self._settings.get("config")).push.controller)
                 given = {"model_id": self._model_id, **self._settings}
                 self._pusher = push(self._weights, self._engines, alone=True, **given)
             self.report = self._pusher.step()
@@ -145,3 +141,11 @@ class GatheredTransfer:
         finally:  # a close may still send
             self._weights.clear()
             self._copy = HostCopy()
+
+
+def _refuse_controller(controller: str | None) -> None:
+    if controller is not None:
+        raise ConfigError(
+            f"the controller {controller} orders pushes at some steps, and a framework takes each version that it "
+            "sends for served: leave controller out, or publish to it: to="
+        )

@@ -69,8 +69,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         node that has not the address of the option `host` there is none to hold: it is not training rank 0's."""
         if self._offer is None:
             host, port = self._host or node_address(), 0
-            self._held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
             try:
+                self._held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
                 self._held.bind((host, 0))
                 port = self._held.getsockname()[1]
             except OSError:

@@ -233,7 +233,7 @@ class EmbeddedEngine:
             if patching:
                 self._rollback(request.session, error)
             self._abort(request.session, "commit failed on a worker")
-            self._refuse_if_mixed(error)
+            self._refuse_if_mixed(request.session, error)
             raise
         else:
             with self._lock:
@@ -294,7 +294,7 @@ class EmbeddedEngine:
             if self._num_fulls == number:
                 self._gate.fence(why)
 
-    def _refuse_if_mixed(self, error: WeightSyncError) -> None:
+    def _refuse_if_mixed(self, session: str, error: WeightSyncError) -> None:
         """After a failed commit: serve again only if every worker is whole and on the version served before."""
         try:
             replies = self._described()
@@ -302,7 +302,7 @@ class EmbeddedEngine:
             self._gate.fence("a worker failed during a commit")
             return
         if all(reply.serving and reply.version == self._gate.version for reply in replies):
-            self._gate.unfence()
+            self._gate.unfence(session)
         else:
             odd = next((reply.unhealthy for reply in replies if reply.unhealthy), "workers serve different versions")
             self._gate.fence(f"{odd}: {error.message}")
@@ -332,11 +332,10 @@ class EmbeddedEngine:
                 whole = aborted and all(reply.serving for reply in self._described())
             except WeightSyncError:
                 whole = False
-            with self._lock:
-                if not whole:
-                    self._gate.fence(f"half-loaded: {reason}")
-                elif self._open is None:  # else the next session has fenced it, perhaps
-                    self._gate.unfence()
+            if whole:
+                self._gate.unfence(session)
+            else:
+                self._gate.fence(f"half-loaded: {reason}")
         self._gate.release(session)
         self._end_pause_phase(session)
 

@@ -34,6 +34,7 @@ class ServingGate:
         self._released: str | None = None  # the session that ended last, by `release`
         self._lease_end = 0.0
         self._fenced: str | None = None
+        self._fenced_by: str | None = None  # the session that did, inside its pause
         self._in_pause = False  # whether the fence was put up inside a pause that still holds
         self._dead: str | None = None
         self._version: Version | None = None
@@ -77,11 +78,10 @@ class ServingGate:
                         raise NotServingError(
                             f"this engine has been paused for over {timeout_s:g} s", state_left="paused"
                         )
-                    if self._held and not self._one_looks:
+                    held = self._held  # read once: it may end between two reads, and nobody tells of that
+                    if held and not self._one_looks:
                         self._one_looks = looks = True
-                    self._changed.wait(
-                        min(deadline.remaining_s, _HELD_LOOK_S if looks and self._held else self._until_s())
-                    )
+                    self._changed.wait(min(deadline.remaining_s, self._until_s(held=held, looks=looks)))
             finally:
                 if looks:  # whoever else waits goes on by what it has seen, or looks in its place
                     self._one_looks = False
@@ -178,7 +178,7 @@ class ServingGate:
         with self._changed:
             holds = self._is_paused() and self._paused_by == session and self._running == 0
             if holds:
-                self._fenced = reason
+                self._fenced, self._fenced_by = reason, session
                 self._in_pause = True
                 self._changed.notify_all()
             return holds
@@ -186,7 +186,7 @@ class ServingGate:
     def fence(self, reason: str) -> None:
         """Nobody passes until `serve`."""
         with self._changed:
-            self._fenced = reason
+            self._fenced, self._fenced_by = reason, None
             self._in_pause = False
             self._changed.notify_all()
 
@@ -196,11 +196,13 @@ class ServingGate:
             self._dead = self._dead or reason
             self._changed.notify_all()
 
-    def unfence(self) -> None:
-        """The weights are whole again: those of the version served before."""
+    def unfence(self, session: str) -> None:
+        """The weights are whole again, those of the version served before: as far as that session knows. What another
+        one has fenced stays."""
         with self._changed:
-            self._fenced = None
-            self._changed.notify_all()
+            if self._fenced_by in (None, session):
+                self._fenced = None
+                self._changed.notify_all()
 
     def serve(self, version: Version) -> None:
         """A version was committed: what passes from now on runs on it. Lifts a fence, not a pause."""
@@ -225,9 +227,13 @@ class ServingGate:
     def _waits(self) -> bool:
         return self._fenced is not None or self._is_paused() or self._held
 
-    def _until_s(self) -> float:
-        """How long to wait for a word: a pause may end without one."""
-        return max(0.001, self._lease_end - time.monotonic()) if self._is_paused() else MAX_WAIT_S
+    def _until_s(self, *, held: bool, looks: bool) -> float:
+        """How long to wait for a word: the end of a pause's lease, and of a hold, may come without one. Of a hold the
+        one that looks tells.
+        """
+        if held:
+            return _HELD_LOOK_S if looks else MAX_WAIT_S
+        return max(0.001, self._lease_end - time.monotonic())
 
     def _is_paused(self) -> bool:
         if self._paused_by is not None and time.monotonic() >= self._lease_end:

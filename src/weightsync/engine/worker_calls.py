@@ -8,7 +8,7 @@ from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from typing import Any, Protocol, TypeVar
 
-from weightsync.errors import DeadlineExceededError, EngineError, as_weightsync_error, is_consequence
+from weightsync.errors import DeadlineExceededError, EngineError, WeightSyncError, as_weightsync_error, is_consequence
 from weightsync.handles.fanout import in_thread
 from weightsync.types import (
     AnyUpdateRequest,
@@ -84,7 +84,7 @@ class WorkerCalls:
         calls = self._begin(question)
         try:
             return self._results(calls, deadline, settle=False)
-        except DeadlineExceededError:
+        except WeightSyncError:  # where one fails, others may be late
             with self._lock:
                 self._unanswered = [call for call in (*self._unanswered, *calls) if not call.done()]
             raise

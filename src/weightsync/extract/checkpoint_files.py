@@ -12,9 +12,12 @@ INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 100_000_000
 
 
-def checkpoint_files(folder: Path) -> tuple[Path, ...]:
+def checkpoint_files(folder: Path, *, all_of_them: bool = True) -> tuple[Path, ...]:
     """The safetensors files of a checkpoint folder: those that its index names, or all. Others may lie beside an index,
     e.g. the same weights in another form.
+
+    Args:
+        all_of_them: those that the index names have to be there, too.
 
     Raises:
         ConfigError: there is none, or the index names one that is not there or lies elsewhere.
@@ -35,7 +38,7 @@ def checkpoint_files(folder: Path) -> tuple[Path, ...]:
     if not names:
         what = "has no *.safetensors file" if folder.is_dir() else "is no folder"
         raise ConfigError(f"{folder} {what}: give a checkpoint's folder, with its *.safetensors files")
-    for name in names:
-        if not os.path.isfile(folder / name):  # unlike Path's, it takes any name
-            raise ConfigError(f"{folder / name} is missing")
-    return tuple(folder / name for name in names)
+    there = tuple(folder / name for name in names if os.path.isfile(folder / name))  # unlike Path's, it takes any name
+    if all_of_them and len(there) < len(names):
+        raise ConfigError(f"{next(folder / name for name in names if folder / name not in there)} is missing")
+    return there

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -22,9 +23,13 @@ from weightsync.types import Box, TensorTable
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.nn.Parameter)})
 """Types that say all of themselves; any other is looked at each time."""
 
+_FSDP1_MARK = "_fsdp_flattened"
 _layout, _is_meta = attrgetter("layout"), attrgetter("is_meta")
 _STRIDED = frozenset({torch.strided})
-_FSDP1 = "FSDP1's flat parameters can't be extracted: use fully_shard"
+_FSDP1 = (
+    "FSDP1's flat parameters can't be extracted: use fully_shard; or give FSDP1's own module, and begin and step "
+    "inside FullyShardedDataParallel.summon_full_params(module)"
+)
 
 
 def refuse_fsdp1(module: FullyShardedDataParallel) -> None:
@@ -35,6 +40,12 @@ def refuse_fsdp1(module: FullyShardedDataParallel) -> None:
     if handle is None or not handle.uses_sharded_strategy:
         return
     if handle.is_sharded(handle.flat_param) or handle._training_state.name != "SUMMON_FULL_PARAMS":
+        raise UnsupportedError(_FSDP1)
+
+
+def refuse_stretches(tensors: Iterable[torch.Tensor]) -> None:
+    """Where no module of FSDP1 is there that would say whether they are whole. torch marks its parameters."""
+    if dist.is_available() and dist.is_initialized() and any(map(hasattr, tensors, itertools.repeat(_FSDP1_MARK))):
         raise UnsupportedError(_FSDP1)
 
 
@@ -50,7 +61,12 @@ class ModuleWeightExtractor(WeightExtractor):
     _clean_names: Sequence[str] = ()
 
     def _named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        held = self._read(kind=FullyShardedDataParallel, prepare=refuse_fsdp1)
+        met: list[FullyShardedDataParallel] = []
+        held = self._read(kind=FullyShardedDataParallel, prepare=met.append)
+        for module in met:
+            refuse_fsdp1(module)
+        if not met:
+            refuse_stretches(held.tensors)
         if held.names is not self._names_of:
             self._names_of, self._clean_names = held.names, list(map(clean_name, held.names))
         return Pairs(names=self._clean_names, tensors=held.tensors)

@@ -233,11 +233,16 @@ class MergedAdapterLoader(WeightLoader):
                 differences.add(pair[0], why)
             found[path] = target
         differences.refuse()
-        owners = Counter(id(tensor) for module in self._module.modules() for tensor in module._parameters.values())
+        if len({id(target.module.weight) for target in found.values()}) != len(found):
+            raise UnsupportedError("two of the adapter's modules share one weight here: it can't be merged twice")
+        owners: Counter[int] = Counter()
+        for module in self._module.modules():
+            owners.update(map(id, module._parameters.values()))
+            owners.update(map(id, module._modules.values()))
         for path, target in found.items():
-            if owners[id(target.module.weight)] > 1:
+            if owners[id(target.module)] > 1 or owners[id(target.module.weight)] > 1:
                 raise UnsupportedError(
-                    f"here its weight is another module's, too, which would get the adapter with it: {_OTHERWISE}",
+                    f"here its weight is also at another place, which would get the adapter with it: {_OTHERWISE}",
                     parameter=path,
                     state_left="nothing was changed",
                 )

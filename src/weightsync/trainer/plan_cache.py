@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -17,7 +18,7 @@ from weightsync.errors import ConfigError
 from weightsync.extract.base import WeightExtractor, training_rank
 from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.glance import Glance, Pairs
-from weightsync.extract.module import PLAIN, refuse_fsdp1
+from weightsync.extract.module import PLAIN, refuse_fsdp1, refuse_stretches
 from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.module_walk import ModuleTensors, clean_name, unwrapped
 from weightsync.trainer.segment_writer import Place, picker
@@ -26,6 +27,7 @@ from weightsync.types import Box, TensorSpec
 _layout, _is_meta = attrgetter("layout"), attrgetter("is_meta")
 _STRIDED = frozenset({torch.strided})
 _SHARDED = (FSDPModule, FullyShardedDataParallel)
+_Sharded: TypeAlias = FSDPModule | FullyShardedDataParallel
 
 Weights = WeightExtractor | torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """An extractor, a module, tensors by name, or a module's named parameters."""
@@ -58,7 +60,12 @@ class OffloadPlanCache:
     def listed(self, weights: Weights) -> Named | None:
         """What the extractor of these weights would be made from; None where they are an extractor, or no tensors."""
         if isinstance(weights, torch.nn.Module):
-            held = self._module.read(unwrapped(weights), kind=_SHARDED, prepare=_prepare)
+            met: list[_Sharded] = []
+            held = self._module.read(
+                unwrapped(weights), kind=_SHARDED, prepare=lambda module: met.append(_ready(module))
+            )
+            if not any(isinstance(module, FullyShardedDataParallel) for module in met):
+                refuse_stretches(held.tensors)
             return Named(names=held.names, tensors=held.tensors, are_apart=True)
         if isinstance(weights, (WeightExtractor, str, bytes)) or not hasattr(weights, "__iter__"):
             return None
@@ -69,6 +76,7 @@ class OffloadPlanCache:
         except (TypeError, ValueError):  # no pair of a name and a tensor: an extractor says so in words
             extractor_of(pairs)
             raise
+        refuse_stretches(tensors)
         return Named(names=names, tensors=tensors)
 
     def forget(self) -> None:
@@ -142,11 +150,12 @@ def extractor_of(weights: Weights) -> WeightExtractor:
     return NamedTensorsExtractor(weights.items() if isinstance(weights, Mapping) else weights)
 
 
-def _prepare(module: FSDPModule | FullyShardedDataParallel) -> None:
+def _ready(module: _Sharded) -> _Sharded:
     if isinstance(module, FSDPModule):
         module.reshard()
     else:
         refuse_fsdp1(module)
+    return module
 
 
 def _have_data(tensors: Sequence[torch.Tensor]) -> bool:

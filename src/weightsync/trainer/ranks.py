@@ -209,7 +209,7 @@ class TrainingRanks:
 def _destroy(held: dict[str, Any]) -> None:
     """torch keeps the threads and sockets of a group that nobody has destroyed."""
     if (group := held.pop(_GROUP, None)) is not None:
-        with contextlib.suppress(ValueError, RuntimeError):  # the trainer has destroyed all groups before
+        with contextlib.suppress(ValueError, RuntimeError, KeyError):  # the trainer has destroyed all, or does
             dist.destroy_process_group(group)
 
 

@@ -106,7 +106,7 @@ class ControllerPeer:
             if type(error) is VersionError:
                 self._refused = version, error
             raise
-        self._known_run = version.run_id
+        self._refused, self._known_run = None, version.run_id
 
     def serves(self, version: Version, endpoints: Sequence[str], wait_s: float, *, is_newest: bool) -> bool:
         """Whether all that it knows is served, within that time, and that version is among it."""

@@ -178,10 +178,10 @@ class NativeThread:
             again = inside.given_up.is_set()
             inside.given_up.set()
             left_behind = inside.busy
+            inside.last = last or inside.last  # also of one that a call gave up, and that comes back yet
             if not again:
                 if left_behind:
                     _left_behind.add(inside)
-                inside.last = last
                 inside.jobs.put(None)
         if not left_behind:
             inside.ended.wait(_END_S)

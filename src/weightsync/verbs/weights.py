@@ -10,6 +10,7 @@ import torch
 from weightsync.config import TrainingBackend, WeightSyncConfig, select_grouping
 from weightsync.errors import ConfigError
 from weightsync.extract.base import WeightExtractor
+from weightsync.extract.module import refuse_stretches
 from weightsync.extract.named import NamedTensorsExtractor
 from weightsync.extract.registry import check_extractor, extractor_for
 from weightsync.verbs.settings import with_transfer
@@ -45,6 +46,7 @@ def extractor_from(
     if isinstance(weights, Mapping):
         if bridge is not None:
             raise ConfigError("bridge= is for Megatron's model chunks, not for tensors by name: leave it out")
+        refuse_stretches(weights.values())
         made = NamedTensorsExtractor(
             weights,
             group_by_module=select_grouping(config),

@@ -227,10 +227,17 @@ def test_an_engine_that_is_gone_fails_a_push() -> None:
         ({"to": "http://a", "engines": "http://b"}, "one of the two"),
         ({"wait_s": -1.0}, "wait_s"),
         ({"engines": "http://b", "controller": "http://c"}, "the controller http://c orders pushes"),
-        ({"engines": "http://b", "config": {"push": {"controller": "http://c"}}}, "the controller http://c orders"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(given: dict[str, Any], match: str) -> None:
     """Seen red of a controller: TRL took a version for served whose push was not due."""
     with pytest.raises(ConfigError, match=match):
         WeightTransfer(**given)
+
+
+def test_a_controller_that_the_configuration_names_is_refused_with_the_first_weights() -> None:
+    """Which the main process alone sends: the other nodes may have no such file."""
+    transfer = WeightTransfer(engines="http://b", config={"push": {"controller": "http://c"}})
+    with pytest.raises(ConfigError, match="the controller http://c orders pushes"):
+        transfer.send_weights(gathered(build(5)))
+    transfer.destroy()

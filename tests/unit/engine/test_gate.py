@@ -48,6 +48,7 @@ class GateMachine(RuleBasedStateMachine):
         self.paused_by: str | None = None
         self.lease_end = 0.0
         self.fenced = False
+        self.fenced_by: str | None = None
         self.version: Version | None = None
 
     def teardown(self) -> None:
@@ -113,13 +114,14 @@ class GateMachine(RuleBasedStateMachine):
     @rule()
     def fence(self) -> None:
         self.gate.fence("half-loaded")
-        self.fenced = True
+        self.fenced, self.fenced_by = True, None
 
     @rule(session=SESSIONS)
     def fence_if_paused_by(self, session: str) -> None:
         holds = self.holder() == session and self.count == 0
         assert self.gate.fence_if_paused_by(session, "weights are written") == holds
-        self.fenced = self.fenced or holds
+        if holds:
+            self.fenced, self.fenced_by = True, session
 
     @precondition(lambda self: self.fenced)
     @rule(number=st.integers(0, 5))
@@ -129,10 +131,10 @@ class GateMachine(RuleBasedStateMachine):
         self.fenced = False
 
     @precondition(lambda self: self.fenced)
-    @rule()
-    def unfence(self) -> None:
-        self.gate.unfence()
-        self.fenced = False
+    @rule(session=SESSIONS)
+    def unfence(self, session: str) -> None:
+        self.gate.unfence(session)
+        self.fenced = self.fenced_by not in (None, session)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 20.0]))
     def pass_time(self, seconds: float) -> None:
@@ -270,6 +272,26 @@ def test_of_all_that_wait_for_the_end_of_a_hold_one_looks() -> None:
     hold.on = False
     for other in others:
         other.result(60.0)
+
+
+@pytest.mark.parametrize("read", range(1, 9))
+def test_a_hold_that_ends_between_two_looks_is_over(read: int) -> None:
+    """Seen red: who looked then waited for a word, which nobody gave."""
+
+    class Ends(Hold):
+        @property
+        def held(self) -> bool:
+            self.looks.append("")
+            return len(self.looks) < read
+
+    hold: Any = Ends()
+    gate = ServingGate(hold)
+
+    def passes() -> None:
+        with gate.generation(timeout_s=60.0):
+            pass
+
+    in_thread(passes, name="passes").result(30.0)
 
 
 def test_a_lease_never_opens_a_fence() -> None:

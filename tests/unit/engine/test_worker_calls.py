@@ -37,6 +37,25 @@ def test_one_that_stands_still_is_asked_once() -> None:
     assert calls.ask(lambda worker: worker.describe(), 60.0) == [2], "an answer of now, not the late one's"
 
 
+def test_one_that_stands_still_beside_one_that_fails_is_asked_once() -> None:
+    """Seen red: the other one's failure came first, and who stood still was forgotten."""
+
+    class Dead:
+        def describe(self) -> int:
+            raise StateError("gone")
+
+    still: Any = Still()
+    dead: Any = Dead()
+    calls = WorkerCalls([still, dead], "half-engine")
+    with pytest.raises(StateError):
+        calls.ask(lambda worker: worker.describe(), 60.0)
+    for _ in range(4):
+        with pytest.raises(DeadlineExceededError):
+            calls.ask(lambda worker: worker.describe(), 0.02)
+    assert still.asked == 1
+    still.go.set()
+
+
 def test_the_first_failure_of_a_step_is_raised_and_who_is_late_is_named() -> None:
     def step(worker: Any) -> str:
         if worker == "bad":

@@ -49,6 +49,10 @@ def test_an_index_that_is_none_is_refused_and_one_that_is_chooses(tmp_path: Path
     assert [path.name for path in checkpoint_files(tmp_path)] == ["a.safetensors", "b.safetensors", "old.safetensors"]
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
     assert [path.name for path in checkpoint_files(tmp_path)] == ["a.safetensors", "b.safetensors"]
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors", "c": "c.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"c\.safetensors is missing"):
+        checkpoint_files(tmp_path)
+    assert [path.name for path in checkpoint_files(tmp_path, all_of_them=False)] == ["a.safetensors"]
     for text in ("", "{", "[]", "5", '{"weight_map": []}', '{"weight_map": 5}', "[" * 100_000, '{"other": {}}'):
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(ConfigError, match="index"):

@@ -143,11 +143,15 @@ def test_what_can_not_be_merged_is_refused(
     loader.commit(bracket(loader, peft_model()).version)  # nothing is left open
 
 
-@pytest.mark.parametrize("how", ["tied", "a view of another"])
+@pytest.mark.parametrize("how", ["tied", "a view of another", "a module at two places"])
 def test_a_weight_that_is_also_elsewhere_is_not_merged_into(how: str) -> None:
     """Seen red: the output layer got the embedding's adapter; a view of a fused weight got one that nobody reads."""
     if how == "tied":
         here, trained = base_model("qwen2"), peft_model("qwen2", target_modules=["q_proj", "embed_tokens"])
+    elif how == "a module at two places":
+        here, trained = base_model(), peft_model(target_modules=r".*layers\.0\.self_attn\.q_proj")
+        layers: Any = here.model.layers  # type: ignore[union-attr]
+        layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
     else:
         here, trained = base_model(), peft_model()
         attention: Any = here.model.layers[1].self_attn  # type: ignore[union-attr, index]
@@ -155,8 +159,18 @@ def test_a_weight_that_is_also_elsewhere_is_not_merged_into(how: str) -> None:
         attention.fused = torch.nn.Parameter(torch.cat(rows))
         attention.q_proj.weight = torch.nn.Parameter(attention.fused.detach()[: len(rows[0])])
     before, loader = state(here), MergedAdapterLoader(here)
-    with pytest.raises(UnsupportedError, match=r"another module's|share memory.*load the adapter into a PEFT model"):
+    with pytest.raises(UnsupportedError, match=r"(another place|share memory).*load the adapter into a PEFT"):
         bracket(loader, trained)
+    assert equal(state(here), before)
+
+
+def test_two_modules_of_an_adapter_do_not_come_to_one_here() -> None:
+    """By a name map that is not one to one. Seen red: the last one was merged, over the others."""
+    here = base_model()
+    before = state(here)
+    loader = MergedAdapterLoader(here, name_map=lambda name: name.replace("layers.1", "layers.0"))
+    with pytest.raises(UnsupportedError, match="merged twice"):
+        bracket(loader, peft_model())
     assert equal(state(here), before)
 
 

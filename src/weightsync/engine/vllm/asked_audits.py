@@ -28,7 +28,7 @@ EVERY_VARIABLE = "WEIGHTSYNC_AUDIT_EVERY_S"
 """Environment of vLLM: behind a patch, a worker reads all by itself where its last such reading ended so many seconds
 ago or more; 0: behind each patch; "never". 600 where it is not set."""
 _EVERY_S = 600.0
-_BEHIND_S = 1.0
+_BEHIND_S = 0.1
 """Behind a commit the pause has yet to end: a reading that begins in it takes the lock that its last calls wait for."""
 _KEPT = 8
 _logger = logging.getLogger(__name__)

@@ -130,7 +130,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Mapped, not read yet."""
     from safetensors import safe_open
 
-    files = checkpoint_files(folder) if any(folder.glob("*.safetensors")) else ()
+    files = checkpoint_files(folder, all_of_them=False) if any(folder.glob("*.safetensors")) else ()
     config: dict[str, Any] = {}
     if (path := folder / "config.json").is_file():
         config = json.loads(path.read_text(encoding="utf-8"))
