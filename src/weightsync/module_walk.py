@@ -353,7 +353,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+        elif (inner := model._modules.get("_orig_mod")) is not None:  # its own: FSDP1 gives what is inside, too
             model = inner
         else:
             return model

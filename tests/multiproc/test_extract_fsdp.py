@@ -343,11 +343,15 @@ def test_ddp_keeps_the_models_names_and_rank_0_alone_answers_for_its_shards() ->
     assert _assembled(ranks) == expected
 
 
+def _fsdp1(module: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
+
+
 def _under_fsdp1(rank: int, world_size: int) -> bool:
     torch.manual_seed(7)
     plain = nn.Sequential(nn.Linear(4, 4, bias=False))
     reference = _reference(plain, None)
-    model = FullyShardedDataParallel(plain, use_orig_params=True, device_id=torch.device("cpu"))
+    model = _fsdp1(plain)
     assert [tuple(tensor.shape) for _, tensor in module_tensors(model)] == [(8,)]
     for make in (FSDPWeightExtractor, ModuleWeightExtractor, OffloadPlanCache().listed):
         with pytest.raises(UnsupportedError, match="FSDP1's flat parameters"):
@@ -370,6 +374,18 @@ def _under_fsdp1(rank: int, world_size: int) -> bool:
         kept.listed(model)
     with pytest.raises(UnsupportedError, match="FSDP1's flat parameters"):
         extractor.extract_weights()
+    nested = _fsdp1(nn.Sequential(nn.Linear(4, 4, bias=False), _fsdp1(nn.Linear(4, 4, bias=False)))).module
+    with FullyShardedDataParallel.summon_full_params(nested):  # the inner one alone
+        for make in (FSDPWeightExtractor, OffloadPlanCache().listed):
+            with pytest.raises(UnsupportedError, match="FSDP1's own module"):
+                make(nested)
+    for module in (
+        _fsdp1(nn.Sequential(nn.Linear(4, 4, bias=False), _fsdp1(nn.Linear(4, 4, bias=False)))),
+        _fsdp1(torch.compile(nn.Sequential(nn.Linear(4, 4, bias=False)))),
+    ):
+        with FullyShardedDataParallel.summon_full_params(module):
+            assert {spec.shape for spec in FSDPWeightExtractor(module).metadata()} == {(4, 4)}
+            assert OffloadPlanCache().listed(module) is not None
     return True
 
 

@@ -200,7 +200,7 @@ class ServingGate:
         """The weights are whole again, those of the version served before: as far as that session knows. What another
         one has fenced stays."""
         with self._changed:
-            if self._fenced_by in (None, session):
+            if self._fenced_by == session:
                 self._fenced = None
                 self._changed.notify_all()
 
@@ -233,6 +233,8 @@ class ServingGate:
         """
         if held:
             return _HELD_LOOK_S if looks else MAX_WAIT_S
+        if self._paused_by is None:  # a hold has just ended; the lease is of a pause before
+            return 0.001
         return max(0.001, self._lease_end - time.monotonic())
 
     def _is_paused(self) -> bool:

@@ -54,6 +54,7 @@ class WorkerCalls:
         self._engine_id = engine_id
         self._lock = threading.Lock()
         self._unanswered: list[Future[Any]] = []  # questions that were late
+        self._failed: WeightSyncError | None = None  # beside them
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -79,14 +80,18 @@ class WorkerCalls:
         """
         deadline = Deadline(timeout_s)
         with self._lock:
-            before = list(self._unanswered)
-        self._check_answered(before, deadline)
+            before, failed = list(self._unanswered), self._failed
+        if wait_for(before, timeout=0.0 if failed is not None else deadline.remaining_s).not_done:
+            raise failed or DeadlineExceededError(
+                f"a worker has not answered what it was asked before, nor within {deadline.said}", peer=self._engine_id
+            )
         calls = self._begin(question)
         try:
             return self._results(calls, deadline, settle=False)
-        except WeightSyncError:  # where one fails, others may be late
+        except WeightSyncError as error:  # where one fails, others may be late
             with self._lock:
                 self._unanswered = [call for call in (*self._unanswered, *calls) if not call.done()]
+                self._failed = None if isinstance(error, DeadlineExceededError) else error
             raise
 
     def _begin(self, step: Callable[[Worker], _T]) -> list[Future[_T]]:
@@ -104,9 +109,3 @@ class WorkerCalls:
         if late := [index for index, call in enumerate(calls) if not call.done()]:
             raise DeadlineExceededError(f"workers {late} did not answer within {deadline.said}", peer=self._engine_id)
         return [call.result() for call in calls]
-
-    def _check_answered(self, calls: Sequence[Future[Any]], deadline: Deadline) -> None:
-        if wait_for(calls, timeout=deadline.remaining_s).not_done:
-            raise DeadlineExceededError(
-                f"a worker has not answered what it was asked before, nor within {deadline.said}", peer=self._engine_id
-            )

@@ -43,9 +43,19 @@ def refuse_fsdp1(module: FullyShardedDataParallel) -> None:
         raise UnsupportedError(_FSDP1)
 
 
-def refuse_stretches(tensors: Iterable[torch.Tensor]) -> None:
-    """Where no module of FSDP1 is there that would say whether they are whole. torch marks its parameters."""
-    if dist.is_available() and dist.is_initialized() and any(map(hasattr, tensors, itertools.repeat(_FSDP1_MARK))):
+def refuse_stretches(tensors: Iterable[torch.Tensor], met: Sequence[FullyShardedDataParallel] = ()) -> None:
+    """Where FSDP1 has marked a tensor, and none of the modules that were met has said that it is whole.
+
+    Args:
+        met: went by `refuse_fsdp1`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    marked = [tensor for tensor in tensors if hasattr(tensor, _FSDP1_MARK)]
+    handles = [module._handle for module in met if marked and module._handle is not None]
+    told = {id(tensor) for handle in handles for tensor in handle.flat_param._params or ()}
+    told |= {id(tensor) for handle in handles for tensor in handle.flat_param._shared_params or ()}
+    if any(id(tensor) not in told for tensor in marked):
         raise UnsupportedError(_FSDP1)
 
 
@@ -65,8 +75,7 @@ class ModuleWeightExtractor(WeightExtractor):
         held = self._read(kind=FullyShardedDataParallel, prepare=met.append)
         for module in met:
             refuse_fsdp1(module)
-        if not met:
-            refuse_stretches(held.tensors)
+        refuse_stretches(held.tensors, met)
         if held.names is not self._names_of:
             self._names_of, self._clean_names = held.names, list(map(clean_name, held.names))
         return Pairs(names=self._clean_names, tensors=held.tensors)

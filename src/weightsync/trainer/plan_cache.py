@@ -61,11 +61,8 @@ class OffloadPlanCache:
         """What the extractor of these weights would be made from; None where they are an extractor, or no tensors."""
         if isinstance(weights, torch.nn.Module):
             met: list[_Sharded] = []
-            held = self._module.read(
-                unwrapped(weights), kind=_SHARDED, prepare=lambda module: met.append(_ready(module))
-            )
-            if not any(isinstance(module, FullyShardedDataParallel) for module in met):
-                refuse_stretches(held.tensors)
+            held = self._module.read(unwrapped(weights), kind=_SHARDED, prepare=lambda each: met.append(_ready(each)))
+            refuse_stretches(held.tensors, [each for each in met if isinstance(each, FullyShardedDataParallel)])
             return Named(names=held.names, tensors=held.tensors, are_apart=True)
         if isinstance(weights, (WeightExtractor, str, bytes)) or not hasattr(weights, "__iter__"):
             return None

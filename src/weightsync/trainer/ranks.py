@@ -67,7 +67,7 @@ class TrainingRanks:
         if not alone and dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if self.world_size > 1:
-                self._thread = NativeThread("weightsync-ranks")
+                self._thread = NativeThread("weightsync-ranks", last=_destroy)
                 self._native(self._make_group)
 
     def _make_group(self, held: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ class TrainingRanks:
     def close(self) -> None:
         """Lets go of the group. Its thread destroys it: a dead rank may hang that, and hangs nobody."""
         if self._thread is not None:
-            self._thread.close(_destroy)
+            self._thread.close()
             self._lost_error = self._lost_error or TrainerRankError("the ranks' group was closed", rank=self.rank)
 
     def _lost(self, why: str) -> TrainerRankError:

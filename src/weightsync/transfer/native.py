@@ -95,18 +95,22 @@ def _without_frames(error: BaseException) -> BaseException:
 class NativeThread:
     """A daemon thread that runs native calls, one after the other. Whoever waits for one may leave it behind.
 
+    Args:
+        last: called by the thread before it lets go of what it holds, however it comes to that.
+
     Raises:
         StateError: `MAX_LEFT_BEHIND` threads of this process are left behind in calls that have not come back, or it
             can have no more.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, last: Callable[[dict[str, Any]], None] | None = None) -> None:
         if (number := num_left_behind()) >= MAX_LEFT_BEHIND:
             raise StateError(
                 f"{number} native calls of groups that were given up have not come back: restart this process",
                 state_left="no group was made",
             )
         self._inside = _Inside()
+        self._inside.last = last
         thread = threading.Thread(target=self._inside.run, name=name, daemon=True)
         try:
             thread.start()
@@ -171,17 +175,17 @@ class NativeThread:
         Waits a moment for a thread that is idle, and not for a call: that one is left behind.
 
         Args:
-            last: called by the thread before it lets go.
+            last: in place of the one that the thread was made with; not where a call has ended it before.
         """
         inside = self._inside
         with _lock:
             again = inside.given_up.is_set()
             inside.given_up.set()
             left_behind = inside.busy
-            inside.last = last or inside.last  # also of one that a call gave up, and that comes back yet
             if not again:
                 if left_behind:
                     _left_behind.add(inside)
+                inside.last = last or inside.last
                 inside.jobs.put(None)
         if not left_behind:
             inside.ended.wait(_END_S)
