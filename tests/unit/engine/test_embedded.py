@@ -435,7 +435,7 @@ def test_a_failed_commit_names_what_an_audit_has_found() -> None:
     engine.sync()
     describe = engine.workers[0].describe
     engine.workers[0].describe = lambda: msgspec.structs.replace(describe(), serving=False, unhealthy="others are live")
-    engine.engine._refuse_if_mixed(LoadError("the commit failed"))
+    engine.engine._refuse_if_mixed("s", LoadError("the commit failed"))
     with pytest.raises(NotServingError, match="others are live: the commit failed"), engine.engine.generation():
         pytest.fail("a generation passed")
 
