@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -353,8 +353,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif (inner := model._modules.get("_orig_mod")) is not None:  # its own: FSDP1 gives what is inside, too
-            model = inner
+        elif "_orig_mod" in model._modules:  # its own: FSDP1 gives what is inside of it, too
+            model = cast("torch.nn.Module", model._modules["_orig_mod"])
         else:
             return model
 

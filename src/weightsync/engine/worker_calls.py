@@ -22,6 +22,8 @@ from weightsync.types import (
 )
 
 _T = TypeVar("_T")
+_GRACE_S = 1.0
+"""So long one that was late is waited for where another one had failed, and says why."""
 
 
 class Worker(Protocol):
@@ -54,7 +56,7 @@ class WorkerCalls:
         self._engine_id = engine_id
         self._lock = threading.Lock()
         self._unanswered: list[Future[Any]] = []  # questions that were late
-        self._failed: WeightSyncError | None = None  # beside them
+        self._failed: dict[str, Any] | None = None  # what failed beside them
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -81,8 +83,10 @@ class WorkerCalls:
         deadline = Deadline(timeout_s)
         with self._lock:
             before, failed = list(self._unanswered), self._failed
-        if wait_for(before, timeout=0.0 if failed is not None else deadline.remaining_s).not_done:
-            raise failed or DeadlineExceededError(
+        if wait_for(before, timeout=deadline.remaining_s if failed is None else min(_GRACE_S, timeout_s)).not_done:
+            if failed is not None:
+                raise error_from_dict(failed)
+            raise DeadlineExceededError(
                 f"a worker has not answered what it was asked before, nor within {deadline.said}", peer=self._engine_id
             )
         calls = self._begin(question)
@@ -91,7 +95,8 @@ class WorkerCalls:
         except WeightSyncError as error:  # where one fails, others may be late
             with self._lock:
                 self._unanswered = [call for call in (*self._unanswered, *calls) if not call.done()]
-                self._failed = None if isinstance(error, DeadlineExceededError) else error
+                beside = self._unanswered and not isinstance(error, DeadlineExceededError)
+                self._failed = error.to_dict() if beside else None
             raise
 
     def _begin(self, step: Callable[[Worker], _T]) -> list[Future[_T]]:
