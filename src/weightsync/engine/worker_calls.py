@@ -8,7 +8,14 @@ from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from typing import Any, Protocol, TypeVar
 
-from weightsync.errors import DeadlineExceededError, EngineError, WeightSyncError, as_weightsync_error, is_consequence
+from weightsync.errors import (
+    DeadlineExceededError,
+    EngineError,
+    WeightSyncError,
+    as_weightsync_error,
+    error_from_dict,
+    is_consequence,
+)
 from weightsync.handles.fanout import in_thread
 from weightsync.types import (
     AnyUpdateRequest,
