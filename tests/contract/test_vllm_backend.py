@@ -15,7 +15,6 @@ from tests.unit.host.fakes import init as init_request
 from weightsync.engine.vllm import version_board
 from weightsync.engine.vllm.plugin import BackendError, WeightSyncTransferEngine
 from weightsync.errors import InvalidRequestError, StateError, UnsupportedError, VersionError
-from weightsync.handles.fanout import in_thread
 from weightsync.handles.vllm_messages import VllmInitMessage, VllmState, VllmUpdateMessage, as_info, error_in_text
 from weightsync.types import BeginRequest, CommitRequest, Manifest, TensorSpec, Version
 
@@ -214,15 +213,6 @@ def test_the_hook_is_the_engines_until_it_shuts_down() -> None:
     join(engine, "run")
     assert version_board.served == engine._served, "seen red: vLLM's route that lets a trainer go calls `shutdown`, too"
     engine.shutdown()
-
-
-def test_which_session_is_open_is_said_while_an_audit_holds_the_worker() -> None:
-    """Seen red: the end of the update, in the pause, waited until the base had taken the patch."""
-    engine = backend()
-    join(engine, "run")
-    begin(engine, "run")
-    with engine._worker._lock:
-        assert in_thread(lambda: engine._worker.session, name="asks").result(10.0) == "s"
 
 
 def test_a_worker_that_can_not_tell_its_state_is_no_reason_for_silence() -> None:

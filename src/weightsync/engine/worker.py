@@ -110,8 +110,8 @@ class EngineWorker(AuditedWorker):
     @property
     def session(self) -> str | None:
         """Name of the open session; None where none is."""
-        session = self._session  # without the lock, which an audit holds while the base takes a patch
-        return None if session is None else session.name
+        with self._lock:
+            return None if self._session is None else self._session.name
 
     @property
     def coming(self) -> Manifest | None:

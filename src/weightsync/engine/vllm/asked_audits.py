@@ -28,8 +28,6 @@ EVERY_VARIABLE = "WEIGHTSYNC_AUDIT_EVERY_S"
 """Environment of vLLM: behind a patch, a worker reads all by itself where its last such reading ended so many seconds
 ago or more; 0: behind each patch; "never". 600 where it is not set."""
 _EVERY_S = 600.0
-_BEHIND_S = 0.1
-"""Behind a commit the pause has yet to end: a reading that begins in it takes the lock that its last calls wait for."""
 _KEPT = 8
 _logger = logging.getLogger(__name__)
 _RANK = {False: 0, None: 1, True: 2}
@@ -77,7 +75,6 @@ class AskedAudits:
             return
 
         def run() -> None:
-            threading.Event().wait(_BEHIND_S)
             began_s, name = now_s(), f"behind {session}"
             try:
                 if not audit(session):

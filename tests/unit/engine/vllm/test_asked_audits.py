@@ -53,7 +53,6 @@ def test_a_worker_reads_behind_a_patch_now_and_then(monkeypatch: pytest.MonkeyPa
         function()
 
     monkeypatch.setattr(asked_audits, "in_thread", at_once)
-    monkeypatch.setattr(asked_audits, "_BEHIND_S", 0.0)
     audits = AskedAudits(lambda: EngineReply(engine_id="e"))
     for number in range(4):
         audits.behind(f"s{number}", audit)
