@@ -256,8 +256,11 @@ def test_a_process_that_is_about_to_be_ended_takes_its_names_away_while_it_still
 
 def test_no_room_is_told_before_anything_is_taken(own_folder: Path) -> None:
     left = folder.free_bytes()
-    with pytest.raises(SharedMemoryError, match=r"has \d+ left.*chunk_bytes"):
+    with pytest.raises(SharedMemoryError, match=r"has \d+ left; raise the size of /dev/shm.* or lower chunk_bytes"):
+        Segment(left + (1 << 40), instead="lower chunk_bytes")
+    with pytest.raises(SharedMemoryError, match=r"has \d+ left; raise the size of /dev/shm") as plain:
         Segment(left + (1 << 40))
+    assert "chunk_bytes" not in str(plain.value)  # a store's segment has no chunks
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
