@@ -40,7 +40,7 @@ AGENT = {
 }
 TRAINER = {
     "has made the folder": "weightsync.memory:PrivateFolder.__init__",
-    "has started the agent": "weightsync.trainer.agent_run:_started",
+    "has started the agent": "weightsync.trainer.agent_run:started_beside",
     "listens": "weightsync.net.host_channel:HostChannel.__init__",
     "has the agent's word": "weightsync.trainer.agent_run:AgentRun.ready",
     "has told it of a version": "weightsync.trainer.agent_run:AgentRun.publish",
@@ -123,6 +123,7 @@ def test_a_trainer_is_killed_and_nothing_is_left(start: Start, tmp_path: Path, p
         trainer.tell("start", 1, {})
     with pytest.raises(ChildFailedError):
         trainer.answer()
+    hook.reached()
     wait_until(lambda: not agents_of(tmp_path), "its agent has ended")
     if phase == "has made the folder":  # there was no agent yet: whoever makes a segment next removes it
         reclaim_dead()

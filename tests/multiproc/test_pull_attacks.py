@@ -539,7 +539,8 @@ def test_a_size_that_nobody_has_allocates_nothing(liar: LyingAgent, attempt: Att
     with pytest.raises((EngineError, NoRoomError)) as caught:
         attempt.pull()
     assert nbytes == 1 << 49 or "no room" in str(caught.value)
-    assert own_segments() == before
+    assert own_segments() <= before, "nothing is left of it; what others give back meanwhile is theirs"
+    assert attempt.staging.size_bytes == 0
     assert liar.asked == []
 
 
@@ -584,7 +585,8 @@ def test_parts_that_overlap_or_leave_holes(
     before = own_segments()
     with pytest.raises(ManifestMismatchError):
         attempt.pull(5.0)
-    assert own_segments() == before
+    assert own_segments() <= before, "nothing is left of it; what others give back meanwhile is theirs"
+    assert attempt.staging.size_bytes == 0
     assert liar.asked == []
 
 

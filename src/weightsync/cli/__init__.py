@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from weightsync.cli import check, controller, demo, doctor, export, inspect, pull, serve, status, trace, verify
-from weightsync.cli.shared import BROKEN_PIPE, flowing, is_terminal
+from weightsync.cli.shared import BROKEN_PIPE, flowing, is_terminal, signals_end_waits
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,6 +56,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def main() -> None:
     """Entry point. Who reads its output may have gone (`| head`): it ends then as by SIGPIPE, without a word."""
+    signals_end_waits()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # names that the terminal's encoding can't say

@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Container, Iterable, Iterator
+import time
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Annotated
 
 import typer
@@ -24,6 +25,7 @@ TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
 BROKEN_PIPE = 141
 """The exit code of a process that SIGPIPE ends, as a shell shows it."""
 _ENDS = (signal.SIGINT, signal.SIGTERM)
+_NUDGES, _NUDGE_S = 3, 0.1
 _forking = threading.local()
 MAX_S = 7 * 86_400.0
 """No wait is longer than a week, as in `types.deadline`."""
@@ -75,32 +77,61 @@ def sigterm_raises() -> None:
     signal.signal(signal.SIGTERM, ended)
 
 
-def stop_event() -> threading.Event:
-    """What SIGINT and SIGTERM set, from here on. The main thread calls it.
+def signals_end_waits() -> None:
+    """SIGINT and SIGTERM end also what the main thread begins to wait for just then. The main thread calls it.
 
-    The byte is written by C code, the moment that the signal comes: a handler of Python's runs in the main thread, and
+    Python's handler would run behind that wait, see `_watched`: of an engine that is silent, half a minute later. So
+    the main thread is given other signals, which only end its calls.
+    """
+    main = threading.get_ident()
+
+    def nudge() -> bool:
+        for _ in range(_NUDGES):
+            time.sleep(_NUDGE_S)
+            signal.pthread_kill(main, signal.SIGURG)
+        return True
+
+    signal.signal(signal.SIGURG, lambda *_: None)
+    thread, _ = _watched(nudge)
+    closed_in_children(thread, _deaf)
+
+
+def stop_event() -> threading.Event:
+    """What SIGINT and SIGTERM set, from here on. The main thread calls it."""
+    event = threading.Event()
+    _, write = _watched(event.set)
+    for number in _ENDS:  # a second byte does no harm; the first is lost where a loop of asyncio took the descriptor
+        signal.signal(number, lambda number, _: _said(write, number))
+    return closed_in_children(event, _signals_of_its_own)
+
+
+def _watched(act: Callable[[], bool | None]) -> tuple[threading.Thread, int]:
+    """A thread that acts when a signal of `_ENDS` comes, until it has not returned True; and where to tell it of one.
+
+    A byte is written by C code, the moment that the signal comes: a handler of Python's runs in the main thread, and
     not before that leaves the call that it waits in. A signal just before such a wait, or one that the system gives to
     another thread, ends none.
     """
-    event = threading.Event()
     read, write = os.pipe()
     os.set_blocking(write, False)
 
     def watch() -> None:
-        while os.read(read, 1)[0] not in _ENDS:
+        while os.read(read, 1)[0] not in _ENDS or act():
             pass
-        event.set()
 
-    threading.Thread(target=watch, name="weightsync-signals", daemon=True).start()
-    for number in _ENDS:  # a second byte does no harm; the first is lost where a loop of asyncio took the descriptor
-        signal.signal(number, lambda number, _: _said(write, number))
+    thread = threading.Thread(target=watch, name="weightsync-signals", daemon=True)
+    thread.start()
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    return closed_in_children(event, _signals_of_its_own)
+    return thread, write
+
+
+def _deaf(_: object) -> None:
+    """A child that was forked shares the descriptor: a signal to it would be its parent's."""
+    signal.set_wakeup_fd(-1)
 
 
 def _signals_of_its_own(_: threading.Event) -> None:
-    """A child that was forked shares the descriptor: a signal to it would end its parent."""
-    signal.set_wakeup_fd(-1)
+    _deaf(_)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

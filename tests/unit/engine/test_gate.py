@@ -260,8 +260,8 @@ def test_of_all_that_wait_for_the_end_of_a_hold_one_looks() -> None:
         with gate.generation(timeout_s=timeout_s):
             pass
 
-    first = in_thread(lambda: passes(0.3), name="first")
-    wait_until(lambda: len(hold.looks) > 10, "it looks")
+    first = in_thread(lambda: passes(2.0), name="first")
+    wait_until(lambda: hold.looks, "it looks")
     others = [in_thread(lambda: passes(60.0), name=f"other-{index}") for index in range(8)]
     with pytest.raises(NotServingError, match="paused for over"):
         first.result(60.0)

@@ -16,10 +16,11 @@ class Still:
     """Answers when it is let go."""
 
     def __init__(self) -> None:
-        self.go, self.asked = threading.Event(), 0
+        self.begun, self.go, self.asked = threading.Event(), threading.Event(), 0
 
     def describe(self) -> int:
         self.asked += 1
+        self.begun.set()
         assert self.go.wait(60.0)
         return self.asked
 
@@ -49,6 +50,7 @@ def test_one_that_stands_still_beside_one_that_fails_is_asked_once() -> None:
     calls = WorkerCalls([still, dead], "half-engine")
     with pytest.raises(StateError):
         calls.ask(lambda worker: worker.describe(), 60.0)
+    assert still.begun.wait(60.0)
     for _ in range(2):
         with pytest.raises(StateError, match="gone"):
             calls.ask(lambda worker: worker.describe(), 60.0)
@@ -70,5 +72,5 @@ def test_the_first_failure_of_a_step_is_raised_and_who_is_late_is_named() -> Non
     with pytest.raises(StateError, match="it can't"):
         WorkerCalls([late, bad], "e").step(step, Deadline(60.0))  # type: ignore[list-item]
     with pytest.raises(DeadlineExceededError, match=r"workers \[1\]"):
-        WorkerCalls([good, late], "e").step(step, Deadline(0.05))  # type: ignore[list-item]
+        WorkerCalls([good, late], "e").step(step, Deadline(2.0))  # type: ignore[list-item]
     go.set()

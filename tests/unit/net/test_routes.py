@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -146,14 +147,16 @@ def test_a_slow_look_up_takes_nothing_of_the_time_to_connect(
     each call failed; the error asked whether the peer runs."""
     clock, look_up = StandingClock(monkeypatch, deadline), socket.getaddrinfo
     given: list[float | None] = []
+    here = threading.get_ident()  # threads that another test has left have sockets, too
 
     class Noting(socket.socket):
         def settimeout(self, value: float | None) -> None:
-            given.append(value)
+            if threading.get_ident() == here:
+                given.append(value)
             super().settimeout(value)
 
     def slow(*asked: Any, **more: Any) -> Any:
-        clock.now_s += 3.2
+        clock.now_s += 3.2 if threading.get_ident() == here else 0.0
         return look_up(*asked, **more)
 
     with socket.create_server(("127.0.0.1", 0)) as listens:
@@ -182,10 +185,10 @@ def test_an_address_of_a_family_that_the_kernel_lacks_is_passed_by(monkeypatch: 
     lacking = (socket.AddressFamily.AF_APPLETALK, socket.SOCK_STREAM, 0, "", ("::1", 1))
     new = socket.socket
 
-    def made(family: int, *more: int) -> socket.socket:
+    def made(family: int = -1, *more: int, **named: Any) -> socket.socket:
         if family == lacking[0]:
             raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
-        return new(family, *more)
+        return new(family, *more, **named)
 
     with new() as nobody, socket.create_server(("127.0.0.1", 0)) as answers:
         nobody.bind(("127.0.0.1", 0))

@@ -55,12 +55,12 @@ class Interrupted:
 def test_what_ends_a_gathered_offload_comes_out_at_once(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: Ctrl-C was an error of the deadline, when that was over, and a loop that takes those trained on."""
     steps = OffloadSteps(
-        TrainingRanks(timeout_s=10), ["here"], model_id="m", dtype=None, guard_s=1.0, leases=False, timeout_s=8.0,
+        TrainingRanks(timeout_s=10), ["here"], model_id="m", dtype=None, guard_s=1.0, leases=False, timeout_s=60.0,
         recorder=Recorder("t"),
     )  # fmt: skip
     monkeypatch.setattr(steps, "_writer", Interrupted(error))
     begun_s = time.monotonic()
     with pytest.raises(type(error) if not isinstance(error, OSError) else WeightSyncError) as caught:
         steps._write_gathered(Many(torch.nn.Linear(2, 2)))
-    assert time.monotonic() - begun_s < 4.0
+    assert time.monotonic() - begun_s < 30.0
     assert caught.value is error or "disk" in str(caught.value)

@@ -14,7 +14,7 @@ from weightsync.errors import EngineUnreachableError
 from weightsync.trainer import told as told_module
 from weightsync.trainer.notifier import Notifier
 from weightsync.trainer.told import Told
-from weightsync.trainer.told_peers import Address, ControllerPeer, HostPeer
+from weightsync.trainer.told_peers import ControllerPeer, HostPeer
 from weightsync.types import Version
 from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState
 from weightsync.types.service import ModelStatus, NotifyRequest, ServiceStatus
@@ -28,11 +28,12 @@ def test_who_can_be_told_again_is_said_to_be(monkeypatch: pytest.MonkeyPatch, ca
         if (error := next(failures, None)) is not None:
             raise error
 
-    monkeypatch.setattr(Address, "who", lambda _: types.SimpleNamespace(tell=tells))
-    monkeypatch.setattr(Told, "_look", lambda self: None)
     monkeypatch.setattr(told_module, "_RETRY_S", 0.01)
     url = "http://127.0.0.91:9"  # of this test alone: another one's notifier may still write
     notifier = Notifier([url], model_id="m", token=None, verify=True)
+    (its,) = notifier._hosts
+    monkeypatch.setattr(its._address, "found", types.SimpleNamespace(tell=tells, troubled=lambda: None))
+    monkeypatch.setattr(its, "_look", lambda: None)
     with caplog.at_level("INFO", logger="weightsync.trainer.told"):
         notifier.start(["http://agent"])
         notifier.announce(Version(run_id="r", number=1))
