@@ -6,14 +6,14 @@ Importing this module does not import numba; the first copy does.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.errors import MissingDependencyError, UnsupportedError
+from weightsync.errors import UnsupportedError
+from weightsync.optional import imported
 
 Int64s = npt.NDArray[np.int64]
 
@@ -90,7 +90,4 @@ def loops(module: str, *, needs: str = "this needs numba") -> Any:
     Raises:
         MissingDependencyError: numba, say, is not installed.
     """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(f"{needs}: pip install 'weightsync[torch]' ({error})") from error
+    return imported(module, f"{needs}: pip install 'weightsync[torch]'")

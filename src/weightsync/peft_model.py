@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import ConfigError, MissingDependencyError, UnsupportedError
+from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.module_walk import clean_name, module_tensors, unwrapped
+from weightsync.optional import imported
 from weightsync.plan.peft_config import PREFIX
 
 
@@ -23,10 +24,7 @@ def new_adapter(model: torch.nn.Module, *, rank: int, alpha: int, modules: Seque
     Raises:
         MissingDependencyError: peft is not installed.
     """
-    try:
-        peft = importlib.import_module("peft")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(f"adapters need peft: pip install 'weightsync[peft]' ({error})") from error
+    peft = imported("peft", "adapters need peft: pip install 'weightsync[peft]'")
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(modules)))
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weightsync.errors import MissingDependencyError, StateError
+from weightsync.errors import StateError
+from weightsync.optional import imported
 
 _MAX_WORDS = 400
+_NEEDS = "this needs Ray: pip install 'weightsync[ray]'"
 
 
 def load_ray() -> Any:
@@ -16,17 +18,9 @@ def load_ray() -> Any:
     Raises:
         MissingDependencyError: it is not installed.
     """
-    try:
-        import ray
-        import ray.exceptions
-        import ray.util
-        import ray.util.placement_group
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"this needs Ray, which can't be imported ({error}): pip install 'weightsync[ray]'"
-        ) from error
-    return ray
+    for part in ("exceptions", "util", "util.placement_group", "util.scheduling_strategies"):
+        imported(f"ray.{part}", _NEEDS)
+    return imported("ray", _NEEDS)
 
 
 def running_ray() -> Any:

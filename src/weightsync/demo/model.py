@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from weightsync.demo.data import VOCAB_SIZE, ByteText
-from weightsync.errors import ConfigError, MissingDependencyError
+from weightsync.errors import ConfigError
+from weightsync.optional import imported
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,10 +89,9 @@ def build_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0)
         MissingDependencyError: transformers is not installed.
     """
     size = model_size(name)
-    try:
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-    except ImportError as error:
-        raise MissingDependencyError("the demo's model needs transformers: pip install weightsync[demo]") from error
+    imported("transformers", "the demo's model needs transformers: pip install 'weightsync[demo]'")
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE, hidden_size=size.hidden, num_hidden_layers=size.layers,
         num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, head_dim=size.head_dim,

@@ -18,7 +18,7 @@ from weightsync.demo.engine import DemoEngine, start_engine
 from weightsync.demo.processes import patiently
 from weightsync.demo.trainer import DemoOptions, DemoTrainer, config_of, pushed_row
 from weightsync.demo.vllm_engine import VllmDemoEngine
-from weightsync.errors import MissingDependencyError
+from weightsync.optional import imported
 
 _OBJECT_STORE_BYTES = 200 << 20
 
@@ -39,10 +39,7 @@ class RayJob:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray runs actors at nice 15: on a busy machine an engine that starts in one was seen to starve.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingDependencyError("--ray needs Ray: pip install weightsync[ray]") from error
+        ray = imported("ray", "--ray needs Ray: pip install 'weightsync[ray]'")
         options = self._options
         ray.init(
             address="local",

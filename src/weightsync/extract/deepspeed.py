@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from weightsync.errors import ExtractError, MissingDependencyError, UnsupportedError
+from weightsync.errors import ExtractError, UnsupportedError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.module_walk import clean_name, module_tensors, unwrapped
+from weightsync.optional import imported
 from weightsync.types import Box
 
 
@@ -43,7 +44,8 @@ class DeepSpeedWeightExtractor(ModuleWeightExtractor):
     """
 
     def __init__(self, model: torch.nn.Module, **settings: Any) -> None:
-        self._zero = _zero()
+        needs = "DeepSpeedWeightExtractor needs deepspeed: pip install 'weightsync[deepspeed]'"
+        self._zero = imported("deepspeed.runtime.zero", needs)
         _refuse_split(model)
         super().__init__(_inner(model), **settings)
 
@@ -95,15 +97,6 @@ def _is_partitioned(tensor: torch.Tensor) -> bool:
 
 def _is_available(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "ds_status").name == "AVAILABLE")  # noqa: B009  (DeepSpeed's attribute, not torch's)
-
-
-def _zero() -> Any:
-    try:
-        return importlib.import_module("deepspeed.runtime.zero")
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"DeepSpeedWeightExtractor needs deepspeed: pip install 'weightsync[deepspeed]' ({error})"
-        ) from error
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import ConfigError, MissingDependencyError, UnsupportedError
+from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.extract.megatron_layout import cut_vocabulary, join_slices, split_gate_up, split_qkv
+from weightsync.optional import imported
 from weightsync.tensors import byte_view
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -52,12 +52,8 @@ class MegatronCoreExporter:
         if vocab_size < 1:
             raise ConfigError(f"vocab_size is a number of tokens above 0, got {vocab_size}")
         self._vocab_size = vocab_size
-        try:
-            self._parallel = importlib.import_module("megatron.core.parallel_state")
-        except ModuleNotFoundError as error:
-            raise MissingDependencyError(
-                f"MegatronCoreExporter needs megatron-core: pip install 'weightsync[megatron]' ({error})"
-            ) from error
+        needs = "MegatronCoreExporter needs megatron-core: pip install 'weightsync[megatron]'"
+        self._parallel = imported("megatron.core.parallel_state", needs)
 
     def export_hf_weights(
         self, model: list[torch.nn.Module], cpu: bool = False, show_progress: bool = False

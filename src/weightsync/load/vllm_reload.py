@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightsync.errors import LoadError, MissingDependencyError
+from weightsync.errors import LoadError
 from weightsync.load.vllm_layers import LayerNotes, SomeLayers
 from weightsync.load.vllm_trust import packs
+from weightsync.optional import imported
 
 _MANY = 5
 
@@ -220,9 +221,6 @@ def _persistent_buffers(model: nn.Module | SomeLayers) -> Iterator[str]:
 
 
 def _layerwise() -> Any:
-    try:
-        from vllm.model_executor.model_loader import reload
-        from vllm.model_executor.model_loader.reload import layerwise
-    except ImportError as error:
-        raise MissingDependencyError(f"this needs a vLLM with layerwise reload: {error}") from error
+    home, needs = "vllm.model_executor.model_loader.reload", "this needs a vLLM with layerwise reload"
+    reload, layerwise = imported(home, needs), imported(f"{home}.layerwise", needs)
     return layerwise if hasattr(layerwise, "initialize_layerwise_reload") else reload

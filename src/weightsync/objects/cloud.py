@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from weightsync.errors import (
-    MissingDependencyError,
     ObjectConflictError,
     ObjectMissingError,
     StoreAuthError,
@@ -23,6 +22,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.objects.base import MAX_SMALL_BYTES, Data, Found, Listed
+from weightsync.optional import imported
 from weightsync.types import Deadline
 from weightsync.types.store import check_key
 
@@ -56,13 +56,10 @@ class CloudStore:
 
     def __init__(self, url: str, *, stall_s: float = _STALL_S) -> None:
         self.url = url
-        try:
-            import obstore
-            from obstore.store import from_url
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"{url} needs the package obstore: pip install 'weightsync[store]'; a folder (file://) needs nothing"
-            ) from error
+        needs = f"{url} needs the package obstore: pip install 'weightsync[store]'; a folder (file://) needs nothing"
+        obstore = imported("obstore", needs)
+        from obstore.store import from_url
+
         self._errors = obstore.exceptions
         with _typed(self.url, self._errors):
             if url.startswith("memory://"):

@@ -16,13 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from weightsync.errors import (
-    ConfigError,
-    InvalidRequestError,
-    MissingDependencyError,
-    SignatureError,
-    StoreDamagedError,
-)
+from weightsync.errors import ConfigError, InvalidRequestError, SignatureError, StoreDamagedError
+from weightsync.optional import imported
 from weightsync.types.message import Message, learn
 
 if TYPE_CHECKING:
@@ -191,10 +186,5 @@ def _key_in(path: str, kind: str) -> bytes:
 
 
 def _ed25519() -> Any:
-    try:
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError as error:
-        raise MissingDependencyError(
-            "signatures need the package cryptography: pip install 'weightsync[store]'"
-        ) from error
-    return ed25519
+    needs = "signatures need the package cryptography: pip install 'weightsync[store]'"
+    return imported("cryptography.hazmat.primitives.asymmetric.ed25519", needs)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightsync.errors import MissingDependencyError
 from weightsync.observe.aside import written_whole
 from weightsync.observe.events import pauses, usable
 from weightsync.observe.lanes import Track, layout, origin_s
 from weightsync.observe.palette import PAUSED_COLOR, WAIT, Style, is_wait, label, styles
+from weightsync.optional import imported
 from weightsync.types import PhaseRecord
 
 _WIDTH_INCHES = 15.0
@@ -108,13 +108,9 @@ def write_heat_png(shares: Sequence[tuple[str, float]], path: str | os.PathLike[
 
 
 def _figure(width: float, height: float, **options: Any) -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError("the picture needs matplotlib: pip install weightsync[demo]") from error
-    figure = Figure(figsize=(width, height), dpi=_DPI, **options)
-    FigureCanvasAgg(figure)
+    needs = "the picture needs matplotlib: pip install 'weightsync[demo]'"
+    figure = imported("matplotlib.figure", needs).Figure(figsize=(width, height), dpi=_DPI, **options)
+    imported("matplotlib.backends.backend_agg", needs).FigureCanvasAgg(figure)
     return figure
 
 
