@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ _MAX_SHOWN = 100
 _MAX_WHY = 400
 MAX_PROBLEMS = 20
 _ABSENT = object()
+_SECRET = re.compile(r"token(?!s|iz|_id)|secret|passw|api_?key|credential", re.IGNORECASE)
+_HIDDEN = (
+    (re.compile(r"(://)[^/\s'\"]*@"), r"\1...@"),  # in a URL
+    (
+        re.compile(rf"""('[^']*(?:{_SECRET.pattern})[^']*': )('[^']*'|"[^"]*"|[^,}}\]]*)""", re.IGNORECASE),
+        r"\1...",  # in a mapping
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,12 +88,19 @@ class Adapted:
 
 
 def short(value: object) -> str:
-    """`repr` of a value, cut so that it fits a line."""
+    """`repr` of a value, cut so that it fits a line; what secrets stand in it is hidden."""
     try:
         text = repr(value)
     except Exception:  # a number of 5000 digits, a mapping in a mapping 3000 times over
         text = f"<{type(value).__name__} that can't be written out>"
+    for secret, hidden in _HIDDEN:
+        text = secret.sub(hidden, text)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def shown(name: str, value: object) -> str:
+    """What the user wrote: a key and its value, or nothing of the value where that is a secret."""
+    return f"{name} = {'...' if _SECRET.search(name.rpartition('.')[2]) else short(value)}"
 
 
 def close_choices(word: str, known: Iterable[str]) -> str:
@@ -192,11 +208,11 @@ class _Merge:
         if before is None:
             self.flat[path], self.origins[path] = value, origin
         elif type(self.flat[path]) is not type(value) or self.flat[path] != value:
-            why = f"{before.name} = {short(before.value)} says otherwise for the same setting: keep one of them"
+            why = f"{shown(before.name, before.value)} says otherwise for the same setting: keep one of them"
             self.problem(origin.name, origin.value, why)
 
     def problem(self, name: str, value: object, why: str) -> None:
-        self.problems.append(Problem(key=name, text=f"{name} = {short(value)}: {why}"))
+        self.problems.append(Problem(key=name, text=f"{shown(name, value)}: {why}"))
 
     def unknown(self, name: str, key: object, value: object, known: Iterable[str]) -> None:
         known = tuple(known)
@@ -204,6 +220,8 @@ class _Merge:
         foreign = [dotted(path) for path in FOREIGN_KEYS if path[-1] == key and dotted(path) != name]
         if foreign and not hint:
             hint = f" did you mean {foreign[0]!r}?"
+        if isinstance(key, str) and _SECRET.search(key):
+            hint += " a token is given by token= or the variable WEIGHTSYNC_TOKEN, and stands in no file;"
         self.problem(name, value, f"is not a key;{hint} keys here are {', '.join(known)}")
 
     def result(self) -> Adapted:

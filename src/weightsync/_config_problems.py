@@ -19,6 +19,7 @@ from weightsync._config_foreign import (
     close_choices,
     dotted,
     short,
+    shown,
 )
 from weightsync.errors import ConfigError
 from weightsync.types.deadline import MAX_WAIT_S
@@ -95,7 +96,7 @@ def config_error(problems: Sequence[Problem]) -> ConfigError:
 
 def problem_of(keys: tuple[str, ...], values: tuple[object, ...], why: str) -> Problem:
     """A contradiction of settings that were loaded before, in our own names."""
-    text = " with ".join(f"{key} = {short(value)}" for key, value in zip(keys, values, strict=True))
+    text = " with ".join(map(shown, keys, values))
     theirs = [".".join(path) for path, ours in FOREIGN_KEYS.items() if ".".join(ours) == keys[0] and path != ours]
     also = f" (it may stand there as {theirs[0]})" if theirs else ""
     return Problem(key=keys[0], text=f"{text}: {why}{also}")
@@ -111,14 +112,14 @@ def problems_of(error: ValidationError, root: type[BaseModel], origins: Mapping[
             for keys, values, why in raised.found:
                 paths = [(*path, *key.split(".")) for key in keys]
                 written = [_origin(each, value, origins) for each, value in zip(paths, values, strict=True)]
-                text = " with ".join(f"{each.name} = {short(each.value)}" for each in written)
+                text = " with ".join(shown(each.name, each.value) for each in written)
                 whose = written[0].name.partition(".")[0]
                 alone = f"; or load the framework's weight_sync tree alone, without {whose}"
                 also = alone if whose in FOREIGN_ROOTS and whose != paths[0][0] else ""
                 problems[(*path, *keys)] = Problem(key=written[0].name, text=f"{text}: {why}{also}")
         else:
             written_here = _origin(path, item["input"], origins)
-            text = f"{written_here.name} = {short(written_here.value)}: {_why(item, root, path)}"
+            text = f"{shown(written_here.name, written_here.value)}: {_why(item, root, path)}"
             problems[path] = Problem(key=written_here.name, text=text)
     return list(problems.values())
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +43,36 @@ def engine(ray_cluster: Any) -> Iterator[RayEngine]:
     engine.ready(timeout_s=100)
     yield engine
     kill(engine.actor)
+
+
+def failing_once_again(context: EngineContext, counter: str) -> Any:
+    """Is built, then fails once, then is built again."""
+    with open(counter, "a") as built:
+        built.write(".")
+    if os.path.getsize(counter) == 2:
+        raise OSError("the memory of the dead one is not free yet")
+    return Rollout(context)
+
+
+def test_a_start_that_fails_once_behind_a_restart_is_tried_again(ray_cluster: Any, tmp_path: Path) -> None:
+    """Seen red: the actor lived on, answered nothing but that error, and Ray held it for alive."""
+    counter = tmp_path / "counter"
+    factory = functools.partial(failing_once_again, counter=str(counter))
+    actor = EngineActor.start(EngineContext(engine_id="r", index=0), factory, max_restarts=3)
+    engine = RayEngine(actor, engine_id="r")
+    try:
+        first = engine.ready(timeout_s=100)
+        os.kill(first.pid, signal.SIGKILL)
+        deadline, now = Deadline(100), first
+        while now.pid == first.pid:
+            try:
+                now = engine.ready(timeout_s=deadline.check("it is there again", peer="r"))
+            except EngineUnreachableError:  # while Ray starts it
+                time.sleep(0.2)
+        assert counter.read_text() == "..."
+        assert engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=CALL_S).engine_id == "r"
+    finally:
+        kill(actor)
 
 
 def test_a_step_is_answered_and_a_refusal_is_typed(engine: RayEngine) -> None:

@@ -396,6 +396,30 @@ def test_an_unknown_argument_is_refused_without_load_too() -> None:
         WeightSyncConfig(transfer={"backnd": "nccl"})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"token": "s3cr3t-0123456789"},
+        {"serve": {"token": "s3cr3t-0123456789"}},
+        {"weight_sync": {"transfer": {"auth_token": "s3cr3t-0123456789"}}},
+        {"server": {"port": 1, "hf_token": "s3cr3t-0123456789, and more"}},
+        {"push": {"engines": "http://user:s3cr3t-0123456789@host:8000"}},
+    ],
+)
+def test_a_secret_in_a_file_is_shown_in_no_error(source: dict[str, Any]) -> None:
+    """Seen red: it stood in the log of each rank."""
+    text = refused(source)
+    assert "s3cr3t" not in text
+    assert "and more" not in text
+    assert "..." in text
+    if "engines" not in str(source) and "server" not in source:
+        assert "WEIGHTSYNC_TOKEN" in text
+
+
+def test_what_only_sounds_like_a_secret_is_shown() -> None:
+    assert "max_tokens = 5:" in refused({"max_tokens": 5})
+
+
 def test_a_long_value_is_cut() -> None:
     assert len(refused({"sync_mode": "x" * 10_000})) < 400
 

@@ -17,6 +17,8 @@ from weightsync.types.control import GateReply, ModelRequest, WaitVersionRequest
 
 _MAX_ANSWER_BYTES = 1 << 20
 
+_IDLE_S = 2.0  # a server closes a connection that is idle for 5 s: a request that meets that would fail
+
 
 class AsyncControllerClient:
     """The gates for coroutines: of inference clients, and of whoever takes batches. One event loop.
@@ -32,7 +34,7 @@ class AsyncControllerClient:
             headers={**bearer_headers(token), **NO_ENCODING},
             verify=trusted(verify),
             trust_env=False,
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_S),
         )
 
     async def check_rollout_service_status(

@@ -7,13 +7,16 @@ typed error, as data, and a value. No exception of ours is ever pickled.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from weightsync.cluster.ray_calls import here, kill, load_ray, running_ray, words_of
+from weightsync.cluster.ray_calls import here, is_restarted, kill, load_ray, running_ray, words_of
 from weightsync.errors import (
     DeadlineExceededError,
     EngineError,
@@ -25,12 +28,16 @@ from weightsync.errors import (
     error_from_dict,
 )
 from weightsync.memory import reclaim_dead
+from weightsync.memory.segment import unlink_own
 from weightsync.types import Deadline, in_seconds
 
 ASKS, URGENT = "asks", "urgent"
 """Concurrency groups: the user's methods, and what never waits for them."""
 _NUM_URGENT = 8
-_CLOSE_S = 5.0
+_CLOSE_S, _UNLINK_S = 5.0, 4.0
+_AGAIN_S = 1.0  # between two tries of Ray's to start an actor again
+
+_logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 Answer = tuple[dict[str, Any] | None, Any]
@@ -123,9 +130,13 @@ class StartedActor:
         """Closes what was built, where it can be closed; gives back what dead processes of this host held in shared
         memory. Idempotent."""
         closing, self._closing, self._built = self._closing, contextlib.ExitStack(), {}
+        late = threading.Timer(_UNLINK_S, unlink_own)  # it is killed soon: a long load may outlast that
+        late.daemon = True
+        late.start()
         for step in (closing.close, reclaim_dead):
             with contextlib.suppress(Exception):  # the process is about to end
                 step()
+        late.cancel()
         return answer()
 
     def _answer(self, what: str, step: Callable[[], Any]) -> Answer:
@@ -139,12 +150,18 @@ class StartedActor:
 
     @contextlib.contextmanager
     def _starting(self, what: str) -> Iterator[None]:
-        """Surrounds a constructor's work."""
+        """Surrounds a constructor's work. What fails is answered to whoever asks; where Ray has started the actor again
+        the process ends, and Ray tries once more: nobody waits for `ready` then, and what fails may be over soon."""
         try:
             yield
         except Exception as error:
-            self._failed = (self._typed(error, what).to_dict(), None)
+            failed = self._typed(error, what)
+            self._failed = (failed.to_dict(), None)
             self.close()
+            if is_restarted():
+                _logger.error("%s, which was started again, ends, for Ray to try once more: %s", self._name, failed)
+                time.sleep(_AGAIN_S)
+                os._exit(1)
 
     def _typed(self, error: Exception, what: str) -> WeightSyncError:
         return as_weightsync_error(error, self._kind, what, **self._facts)
@@ -187,14 +204,14 @@ class ActorHandle:
         """Where its server listens; see `ready` for errors."""
         return self.urgent("listen", kind=Address, timeout_s=timeout_s)
 
-    def submit(self, method: str, *args: Any, group: str) -> Any:
+    def submit(self, method: str, *args: Any, group: str, **options: Any) -> Any:
         """Calls a method in a concurrency group of the actor; the reference of its answer, at once.
 
         Raises:
             UnsupportedError: the actor has no such method: it is an actor of another kind.
         """
         try:
-            return getattr(self.actor, method).options(concurrency_group=group).remote(*args)
+            return getattr(self.actor, method).options(concurrency_group=group).remote(*args, **options)
         except (AttributeError, ValueError, TypeError) as error:
             raise UnsupportedError(
                 f"{self.name} can't be asked for {method}: {words_of(error)}", peer=self.name
@@ -277,12 +294,16 @@ def user_method(built: Any, method: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def end(handles: Sequence[ActorHandle]) -> None:
-    """Lets actors give back what outlives a process, all at once, then ends them. One that is gone is no error."""
+def end(handles: Sequence[ActorHandle], **how: Any) -> None:
+    """Lets actors give back what outlives a process, all at once, then ends them. One that is gone is no error.
+
+    Args:
+        how: options of their `close`.
+    """
     closing = []
     for handle in handles:
         with contextlib.suppress(WeightSyncError):
-            closing.append((handle, handle.submit("close", group=URGENT)))
+            closing.append((handle, handle.submit("close", group=URGENT, **how)))
     deadline = Deadline(_CLOSE_S)
     for handle, ref in closing:
         with contextlib.suppress(WeightSyncError):

@@ -110,7 +110,8 @@ class RayFleet:
         """
         wanted, deadline = service_ids or tuple(self.services), Deadline(timeout_s)
         while True:
-            found = {each.instance_id: each for each in self.controller.status().instances}
+            status = self.controller.status(timeout_s=max(_LOOK_S, min(10.0, deadline.remaining_s)))
+            found = {each.instance_id: each for each in status.instances}
             missing = {who: found.get(who) for who in wanted if who not in found or found[who].state != "live"}
             if not missing:
                 return

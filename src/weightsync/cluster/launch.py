@@ -94,7 +94,8 @@ def launch(
         ranks: list[RayRank] = []
         engines: dict[str, RayEngine] = {}
         stack.callback(lambda: end(list(engines.values())))
-        stack.callback(lambda: end(ranks))  # first: a last version that was not due is pushed then
+        # first: a last version that was not due is pushed then, where the block ends in order
+        stack.push(lambda kind, *_: end(ranks, in_order=kind is None))
         for index in range(num_engines):
             name = f"engine-{index}"
             engines[name] = RayEngine(engine_actor(name), engine_id=name)

@@ -118,8 +118,9 @@ class FleetPlacement:
 
 
 def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    own = {key: amount for key, amount in resources.items() if key not in ("CPU", "GPU")}
-    return {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": own or None}
+    own = {key: amount for key, amount in resources.items() if key not in ("CPU", "GPU", "memory")}
+    memory = {"memory": resources["memory"]} if "memory" in resources else {}
+    return {"num_cpus": resources.get("CPU", 0), "num_gpus": resources.get("GPU", 0), "resources": own or None} | memory
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,15 @@ def here() -> tuple[str, str]:
     """Id and IP address of the node that this process runs on, as its Ray cluster knows them."""
     ray = running_ray()
     return str(ray.get_runtime_context().get_node_id()), str(ray.util.get_node_ip_address())
+
+
+def is_restarted() -> bool:
+    """Whether this process is that of an actor which Ray has started again."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return False
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
 
 
 def words_of(error: BaseException) -> str:

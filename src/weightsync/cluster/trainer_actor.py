@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -68,7 +69,7 @@ class PushesItself(Protocol):
     """A `weightsync.Pusher`: its engines are met, and the ranks call it themselves."""
 
     def step(self, version: int | None = None) -> SyncReport | None: ...
-    def close(self) -> None: ...
+    def close(self, *, wait: bool = True) -> None: ...
 
 
 class RankTrainer(Protocol):
@@ -131,6 +132,7 @@ class TrainerActor(StartedActor):
         self._store: Any = None
         self._engines: dict[str, RayEngine] = {}
         self._trainer: RankTrainer | None = None
+        self._turn = threading.Lock()  # what the trainer is asked runs
 
     def open_store(self, address: str, timeout_s: float) -> Answer:
         """Rank 0: opens the store that the ranks meet at; answers its port, which the system chose."""
@@ -158,8 +160,8 @@ class TrainerActor(StartedActor):
             self._join_group(meeting)
             self._engines = {engine.engine_id: engine for engine in engines}
             context = RankContext(
-                rank=self._rank, world_size=self._world_size, engines=engines, config=WeightSyncConfig.load(config),
-                token=token,
+                rank=self._rank, world_size=self._world_size, engines=engines if self._rank == 0 else (),
+                config=WeightSyncConfig.load(config), token=token,
             )  # fmt: skip
             trainer = factory(context)
             push = getattr(trainer, "push", None)
@@ -208,14 +210,26 @@ class TrainerActor(StartedActor):
 
         return self._answer("replace_engine", step)
 
-    def close(self) -> Answer:
+    def close(self, *, in_order: bool = True) -> Answer:
         """Leaves the transfer group, and unlinks shared memory though a sync may run.
 
         The process is ended by who started it.
+
+        Args:
+            in_order: whether a last version may be pushed: not where the job ended in an error, nor while the trainer
+                is in a step, whose weights are half-changed.
         """
-        if self._trainer is not None:
-            with contextlib.suppress(Exception):  # a sync may be running: it ends with the process
-                self._trainer.push.close()
+        is_idle = self._turn.acquire(blocking=False)
+        try:
+            if self._trainer is not None:
+                with contextlib.suppress(Exception):  # a sync may be running: it ends with the process
+                    if isinstance(push := self._trainer.push, PushesItself):
+                        push.close(wait=in_order and is_idle)
+                    else:
+                        push.close()
+        finally:
+            if is_idle:
+                self._turn.release()
         unlink_own()
         return answer()
 
@@ -223,7 +237,8 @@ class TrainerActor(StartedActor):
         def checked() -> Any:
             if self._trainer is None:
                 raise StateError("this rank has not joined yet", rank=self._rank)
-            return step(self._trainer)
+            with self._turn:
+                return step(self._trainer)
 
         return self._answer(f"{what} failed on training rank {self._rank}", checked)
 

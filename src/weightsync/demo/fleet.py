@@ -43,9 +43,10 @@ def run_fleet(options: DemoOptions) -> list[str]:
     if options.json is not None:
         write_summary(summary, options.json)
     problems: list[str] = summary["problems"]
+    gap = "unknown" if summary["loss_gap_max"] is None else f"{summary['loss_gap_max']:.4f}"
     console.print(
         f"{len(summary['answers'])} reports of {len(summary['services'])} services, each with its trainer's loss on "
-        f"the same text (largest gap {summary['loss_gap_max']:.4f}); {summary['killed']} was killed, and "
+        f"the same text (largest gap {gap}); {summary['killed']} was killed, and "
         f"{summary['added']} caught up to version {summary['added_first_version']} before its first answer."
     )
     for problem in problems:
@@ -134,7 +135,7 @@ class _Fleet:
                 for model in self._models
             },
             "answers": self.answers,
-            "loss_gap_max": max(gaps, default=float("nan")),
+            "loss_gap_max": max(gaps, default=None),
             "states": self._states,
             "syncs": [msgspec.to_builtins(record) for record in self._built.controller.status().syncs],
             "problems": self._problems(),

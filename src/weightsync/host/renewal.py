@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from weightsync.errors import TransferAbortedError, WeightSyncError
 from weightsync.host.agent_calls import Agents, Granted
 from weightsync.host.progress import Progress
+from weightsync.types.transfer_messages import Transport
 
 _EVERY_S = 0.5
 """A lease that nobody reads or renews for a second is the first that a trainer takes back."""
@@ -19,7 +20,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Renewal:
-    """Renews grants from `keep` to `close`, in a thread, while no bytes arrive. One for each attempt.
+    """Renews grants from `keep` to `close`, in a thread: an agent's while no bytes arrive, a store's all the time. One
+    for each attempt.
 
     Making room for a large model, or asking several agents with long manifests, takes longer than an agent waits for a
     receiver that says nothing.
@@ -65,9 +67,10 @@ class Renewal:
     def _run(self) -> None:
         lost: set[int] = set()
         while not self._over.wait(self._every_s):
-            if time.monotonic() - self._moved_s < self._every_s:
-                continue
+            reads = time.monotonic() - self._moved_s < self._every_s
             for index, each in tuple(self._granted.items()):
+                if reads and each.grant.transport is not Transport.STORE:  # nobody at a store sees what is read of it
+                    continue
                 if index not in lost and not self._over.is_set():
                     try:
                         self._agents.renew(each)

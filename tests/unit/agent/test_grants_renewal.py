@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -161,3 +164,20 @@ def test_renewals_end(
 
     wait_until(renewed, "it is over, though it is renewed all the time")
     assert "ask for another" in said[0]
+
+
+def test_a_reader_of_a_store_says_that_it_reads_while_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent sees them itself. Seen red: a note was renewed by nobody during a long copy; what it named was swept."""
+    monkeypatch.setattr(renewal, "_EVERY_S", 0.01)
+    grants = {
+        index: SimpleNamespace(grant=SimpleNamespace(transport=transport, take_up_s=60.0))
+        for index, transport in enumerate((Transport.TCP, Transport.STORE))
+    }
+    renewed: list[object] = []
+    agents: Any = SimpleNamespace(renew=renewed.append)
+    at_work = renewal.Renewal(agents, cast(Any, grants))
+    monkeypatch.setattr(at_work, "_moved_s", math.inf)  # bytes come all the time
+    at_work.start()
+    wait_until(lambda: len(renewed) > 2, "it is renewed")
+    at_work.close()
+    assert grants[0] not in renewed

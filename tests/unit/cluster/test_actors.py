@@ -8,6 +8,7 @@ import functools
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, cast
@@ -18,13 +19,14 @@ from hypothesis import strategies as st
 
 from tests.standins.processes import free_port
 from weightsync.clients.controller import ControllerClient
+from weightsync.cluster import actors as actors_module
 from weightsync.cluster import launch as launching
-from weightsync.cluster.actors import ActorHandle, Address, Whereabouts, answer, value_of
+from weightsync.cluster.actors import ActorHandle, Address, StartedActor, Whereabouts, answer, end, value_of
 from weightsync.cluster.controller_actor import ControllerActor, RayController, settings_of
 from weightsync.cluster.engine_actor import EngineActor, EngineContext, RayEngine
 from weightsync.cluster.launch import config_of, meeting_address
 from weightsync.cluster.manager import RayWeightSync
-from weightsync.cluster.placement import Placement
+from weightsync.cluster.placement import Placement, actor_options
 from weightsync.cluster.ranks import RayRank
 from weightsync.cluster.trainer_actor import RankContext, TrainerActor
 from weightsync.config import WeightSyncConfig
@@ -50,6 +52,7 @@ from weightsync.errors import (
     TrainerRankError,
     WeightSyncError,
 )
+from weightsync.handles.fanout import in_thread
 from weightsync.handles.http import HttpEngine
 from weightsync.memory import MappedSegment, Segment
 from weightsync.types import CommitRequest, DescribeRequest, EngineOp, EngineReply
@@ -264,7 +267,7 @@ def test_a_trainer_that_pushes_in_its_own_step_is_pushed_by_nobody_else() -> Non
 
         def step(self, version: int | None = None) -> None: ...
 
-        def close(self) -> None:
+        def close(self, *, wait: bool = True) -> None:
             self.closed += 1
 
     class Own:
@@ -277,6 +280,78 @@ def test_a_trainer_that_pushes_in_its_own_step_is_pushed_by_nobody_else() -> Non
         value_of(rank.sync_weights(1), object, peer="", what="")
     rank.close()
     assert Own.push.closed == 1
+
+
+def test_a_last_version_is_pushed_where_the_job_ends_in_order_and_no_step_runs() -> None:
+    """Seen red: behind an error, or in the middle of a step, half-changed weights went out under an older number."""
+    asked: list[bool] = []
+    begun, go = threading.Event(), threading.Event()
+
+    class Pushes:
+        def step(self, version: int | None = None) -> None: ...
+
+        def close(self, *, wait: bool = True) -> None:
+            asked.append(wait)
+
+    class Own:
+        push = Pushes()
+
+        def step(self) -> None:
+            begun.set()
+            assert go.wait(60.0)
+
+    rank = TrainerActor(0, 1)
+    rank._trainer = Own()
+    rank.close()
+    rank.close(in_order=False)
+    step = in_thread(lambda: rank.run("step", (), {}), name="step")
+    assert begun.wait(60.0)
+    rank.close()
+    go.set()
+    assert step.result(60.0) == (None, None)
+    rank.close()
+    assert asked == [True, False, False, True]
+
+
+def test_how_actors_end_is_said_to_each() -> None:
+    submitted: list[tuple[str, dict[str, Any]]] = []
+
+    class Handle(ActorHandle):
+        def submit(self, method: str, *args: Any, group: str, **options: Any) -> Any:
+            submitted.append((self.name, options))
+
+        def get(self, ref: Any, what: str, *, timeout_s: float) -> Any:
+            return answer()
+
+    end([Handle(None, name="a"), Handle(None, name="b")], in_order=False)
+    assert submitted == [("a", {"in_order": False}), ("b", {"in_order": False})]
+
+
+def test_an_actor_that_is_still_closing_when_it_is_killed_leaves_no_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen red: a whole model stayed on each host whose engine was in a long load."""
+    unlinked, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(actors_module, "_UNLINK_S", 0.05)
+    monkeypatch.setattr(actors_module, "unlink_own", unlinked.set)
+
+    class Loads:
+        def close(self) -> None:
+            assert go.wait(60.0)
+
+    actor = StartedActor("s")
+    actor._keep("", Loads())
+    closing = in_thread(actor.close, name="close")
+    assert unlinked.wait(60.0)
+    go.set()
+    assert closing.result(60.0) == (None, None)
+
+
+def test_what_an_actor_takes_is_said_as_ray_names_it() -> None:
+    """Seen red: Ray refuses "memory" among an actor's other resources."""
+    taken = actor_options({"CPU": 4.0, "memory": 5e9, "special": 1.0})
+    assert taken == {"num_cpus": 4.0, "num_gpus": 0, "memory": 5e9, "resources": {"special": 1.0}}
+    assert actor_options({"GPU": 1.0}) == {"num_cpus": 0, "num_gpus": 1.0, "resources": None}
 
 
 def test_a_rank_whose_pushes_a_controller_orders_makes_no_other_ones() -> None:
@@ -508,13 +583,13 @@ assert "torch" not in sys.modules
 
 def test_a_job_ends_its_ranks_before_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: all at once, and the last version, which the ranks push at their end, found engines that were gone."""
-    ended: list[list[str]] = []
+    ended: list[tuple[list[str], dict[str, bool]]] = []
     ranks = [object()]  # the second one does not start
     monkeypatch.setattr(launching, "running_ray", lambda: None)
     monkeypatch.setattr(launching, "reserved", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr(launching, "end", lambda handles: ended.append([each.name for each in handles]))
+    monkeypatch.setattr(launching, "end", lambda handles, **how: ended.append(([each.name for each in handles], how)))
     monkeypatch.setattr(EngineActor, "start", lambda *_, **__: object())
     monkeypatch.setattr(TrainerActor, "start", lambda *_, **__: ranks.pop())
     with pytest.raises(IndexError), launching.launch(cast(Any, None), Built, num_ranks=2, num_engines=2):
         raise AssertionError("it has not started")
-    assert ended == [["training rank 0"], ["engine-0", "engine-1"]]
+    assert ended == [(["training rank 0"], {"in_order": False}), (["engine-0", "engine-1"], {})]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 from tests.standins.deaf import deaf_server
 from weightsync.clients.agent import AgentClient
@@ -291,3 +292,16 @@ def test_a_certificate_that_nobody_signed_is_refused_and_no_request_is_sent(
     finally:
         server.close()
     assert refused == []
+
+
+def test_a_connection_is_used_again_only_while_a_server_surely_keeps_it() -> None:
+    """Seen red: both ended it after 5 s, and a request that met that failed, of a controller that was well."""
+    kept_s = uvicorn.Config("nothing:app").timeout_keep_alive
+
+    async def limits() -> float:
+        client = AsyncControllerClient("http://127.0.0.1:1")
+        pool = client._client._transport._pool  # type: ignore[attr-defined]
+        await client.close()
+        return float(pool._keepalive_expiry)
+
+    assert asyncio.run(limits()) <= kept_s / 2
