@@ -98,6 +98,7 @@ def _stored(
         version=new.number,
         digest=new.proof.digest,
         blob=blob,
+        nbytes=encoded.nbytes,
         block_checksums="".join(map_all(one, range(blob.num_blocks))),
         num_changed=encoded.num_changed,
         num_elements=encoded.num_elements,

@@ -41,33 +41,18 @@ class Proved(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class StoredDelta(msgspec.Struct, frozen=True, kw_only=True):
+class StoredDelta(DeltaReport, frozen=True, kw_only=True):
     """One delta in shared memory.
 
     Attributes:
-        run_id: of both versions.
-        base, version: numbers of the versions that it leads from and to.
-        base_digest, digest: of the source's bytes before and after.
+        digest: of the source's bytes after it.
         blob: where it lies.
         block_checksums: over the blob.
-        num_changed, num_elements: how many elements it changes, and of how many.
-        seconds: that it took to make.
     """
 
-    run_id: str
-    base: int
-    base_digest: str
-    version: int
     digest: str
     blob: Source
     block_checksums: str
-    num_changed: int
-    num_elements: int
-    seconds: float
-
-    @property
-    def nbytes(self) -> int:
-        return self.blob.data_end
 
 
 def facts_of(delta: StoredDelta) -> DeltaReport:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from weightsync.load.live_plan import LivePiece, LivePlan, held, place, places
 from weightsync.load.spans import storage_id
-from weightsync.plan.boxes import overlap
+from weightsync.plan.boxes import overlap, strides_of
 from weightsync.tensors import torch_dtype
 from weightsync.types import Box, TensorSpec
 
@@ -284,7 +284,7 @@ def _placed(spec: TensorSpec, source: torch.Tensor, live: torch.Tensor) -> tuple
         raise UntraceableError("one element is loaded into several places")
     if (box := _box_of(source, 0, spec.shape)) is None:
         raise UntraceableError("what is loaded is no box of the tensor")
-    places = _strides_in(box.shape, _strides(spec.shape), sorted(dims, key=lambda dim: dim[1]))
+    places = _strides_in(box.shape, strides_of(spec.shape), sorted(dims, key=lambda dim: dim[1]))
     return box, live.as_strided(box.shape, places, live.storage_offset())
 
 
@@ -358,15 +358,8 @@ def _span(view: torch.Tensor) -> tuple[int, int]:
     return start, start + 1 + sum((size - 1) * step for size, step in zip(view.shape, view.stride(), strict=True))
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    steps = [1] * len(shape)
-    for axis in reversed(range(len(shape) - 1)):
-        steps[axis] = steps[axis + 1] * shape[axis + 1]
-    return tuple(steps)
-
-
 def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     found = []
-    for step, size in zip(_strides(shape), shape, strict=True):
+    for step, size in zip(strides_of(shape), shape, strict=True):
         found.append(flat // step % max(1, size))
     return tuple(found)

@@ -55,7 +55,7 @@ def box_runs(shape: tuple[int, ...], box: Box) -> tuple[int, npt.NDArray[np.int6
         raise InvalidRequestError(f"{box} lies outside shape {shape}")
     if box.numel == 0:
         return 0, np.empty(0, dtype=np.int64)
-    split, strides = _split(shape, box), _strides(shape)
+    split, strides = _split(shape, box), strides_of(shape)
     run_elements = math.prod(box.shape[split:])
     offsets = np.full(1, _first(box, strides), dtype=np.int64)
     for extent, stride in zip(box.shape[:split], strides[:split], strict=True):
@@ -73,7 +73,7 @@ def one_run(shape: tuple[int, ...], box: Box) -> tuple[int, int] | None:
         return 0, 0
     if math.prod(box.shape[: _split(shape, box)]) != 1:
         return None
-    return _first(box, _strides(shape)), box.numel
+    return _first(box, strides_of(shape)), box.numel
 
 
 def split_box(box: Box, max_elements: int) -> Iterator[Box]:
@@ -146,7 +146,8 @@ def _first(box: Box, strides: tuple[int, ...]) -> int:
     return sum(start * stride for start, stride in zip(box.offset, strides, strict=True))
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """How many elements of the flat tensor are between two neighbours in each dimension."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
