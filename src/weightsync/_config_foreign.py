@@ -46,13 +46,10 @@ _MAX_SHOWN = 100
 _MAX_WHY = 400
 MAX_PROBLEMS = 20
 _ABSENT = object()
-_SECRET = re.compile(r"token(?!s|iz|_id)|secret|passw|api_?key|credential", re.IGNORECASE)
-_HIDDEN = (
-    (re.compile(r"(://)[^/\s'\"]*@"), r"\1...@"),  # in a URL
-    (
-        re.compile(rf"""('[^']*(?:{_SECRET.pattern})[^']*': )('[^']*'|"[^"]*"|[^,}}\]]*)""", re.IGNORECASE),
-        r"\1...",  # in a mapping
-    ),
+_SECRET = re.compile(r"token|secret|passw|passphrase|api_?key|private_?key|credential", re.IGNORECASE)
+_NO_SECRET = re.compile(r"(max|min|num|new|total)_(\w+_)?tokens|tokeni[sz]|tokens?_(id|per|limit)", re.IGNORECASE)
+_IN_URL = re.compile(
+    r"(?<=://)[^/\s'\"]*(?=@)|(?<=[?&])(sig|signature|token|x-amz-signature)=[^&\s'\"]*", re.IGNORECASE
 )
 
 
@@ -88,19 +85,31 @@ class Adapted:
 
 
 def short(value: object) -> str:
-    """`repr` of a value, cut so that it fits a line; what secrets stand in it is hidden."""
+    """`repr` of a value without the secrets in it, cut so that it fits a line."""
     try:
-        text = repr(value)
+        text = repr(_without_secrets(value))
     except Exception:  # a number of 5000 digits, a mapping in a mapping 3000 times over
         text = f"<{type(value).__name__} that can't be written out>"
-    for secret, hidden in _HIDDEN:
-        text = secret.sub(hidden, text)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def shown(name: str, value: object) -> str:
     """What the user wrote: a key and its value, or nothing of the value where that is a secret."""
-    return f"{name} = {'...' if _SECRET.search(name.rpartition('.')[2]) else short(value)}"
+    return f"{name} = {'...' if _is_secret(name.rpartition('.')[2]) else short(value)}"
+
+
+def _is_secret(key: object) -> bool:
+    return isinstance(key, str) and _SECRET.search(key) is not None and _NO_SECRET.search(key) is None
+
+
+def _without_secrets(value: object) -> object:
+    if isinstance(value, str):
+        return _IN_URL.sub("...", value)
+    if isinstance(value, Mapping):
+        return {key: "..." if _is_secret(key) else _without_secrets(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(each) for each in value]
+    return tuple(map(_without_secrets, value)) if isinstance(value, tuple) else value
 
 
 def close_choices(word: str, known: Iterable[str]) -> str:
@@ -220,7 +229,7 @@ class _Merge:
         foreign = [dotted(path) for path in FOREIGN_KEYS if path[-1] == key and dotted(path) != name]
         if foreign and not hint:
             hint = f" did you mean {foreign[0]!r}?"
-        if isinstance(key, str) and _SECRET.search(key):
+        if _is_secret(key):
             hint += " a token is given by token= or the variable WEIGHTSYNC_TOKEN, and stands in no file;"
         self.problem(name, value, f"is not a key;{hint} keys here are {', '.join(known)}")
 

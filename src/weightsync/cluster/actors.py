@@ -18,10 +18,12 @@ import msgspec
 
 from weightsync.cluster.ray_calls import here, is_restarted, kill, load_ray, running_ray, words_of
 from weightsync.errors import (
+    ConfigError,
     DeadlineExceededError,
     EngineError,
     EngineUnreachableError,
     InvalidRequestError,
+    MissingDependencyError,
     UnsupportedError,
     WeightSyncError,
     as_weightsync_error,
@@ -35,7 +37,8 @@ ASKS, URGENT = "asks", "urgent"
 """Concurrency groups: the user's methods, and what never waits for them."""
 _NUM_URGENT = 8
 _CLOSE_S, _UNLINK_S = 5.0, 4.0
-_AGAIN_S = 1.0  # between two tries of Ray's to start an actor again
+_AGAIN_S = 2.0  # between two tries of Ray's to start an actor again
+_FOR_GOOD = (ConfigError, MissingDependencyError, UnsupportedError)
 
 _logger = logging.getLogger(__name__)
 
@@ -130,13 +133,10 @@ class StartedActor:
         """Closes what was built, where it can be closed; gives back what dead processes of this host held in shared
         memory. Idempotent."""
         closing, self._closing, self._built = self._closing, contextlib.ExitStack(), {}
-        late = threading.Timer(_UNLINK_S, unlink_own)  # it is killed soon: a long load may outlast that
-        late.daemon = True
-        late.start()
-        for step in (closing.close, reclaim_dead):
-            with contextlib.suppress(Exception):  # the process is about to end
-                step()
-        late.cancel()
+        with unlinked_in_time():
+            for step in (closing.close, reclaim_dead):
+                with contextlib.suppress(Exception):  # the process is about to end
+                    step()
         return answer()
 
     def _answer(self, what: str, step: Callable[[], Any]) -> Answer:
@@ -150,17 +150,18 @@ class StartedActor:
 
     @contextlib.contextmanager
     def _starting(self, what: str) -> Iterator[None]:
-        """Surrounds a constructor's work. What fails is answered to whoever asks; where Ray has started the actor again
-        the process ends, and Ray tries once more: nobody waits for `ready` then, and what fails may be over soon."""
+        """Surrounds a constructor's work. What fails is answered to whoever asks. Where Ray has started the actor
+        again, and what fails may be over soon, the process ends: Ray tries again, as often as `max_restarts` says."""
         try:
             yield
         except Exception as error:
             failed = self._typed(error, what)
             self._failed = (failed.to_dict(), None)
             self.close()
-            if is_restarted():
-                _logger.error("%s, which was started again, ends, for Ray to try once more: %s", self._name, failed)
+            if not isinstance(failed, _FOR_GOOD) and is_restarted():
+                _logger.error("%s, which was started again, ends, for Ray to try again: %s", self._name, failed)
                 time.sleep(_AGAIN_S)
+                unlink_own()
                 os._exit(1)
 
     def _typed(self, error: Exception, what: str) -> WeightSyncError:
@@ -292,6 +293,19 @@ def user_method(built: Any, method: str) -> Callable[..., Any]:
     if not callable(found):
         raise InvalidRequestError(f"a {type(built).__name__} has no public method {method!r}")
     return found  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def unlinked_in_time() -> Iterator[None]:
+    """Surrounds what a process does that `end` kills soon: a long load, say, may outlast that."""
+    late = threading.Timer(_UNLINK_S, unlink_own)
+    late.daemon = True
+    with contextlib.suppress(RuntimeError):  # no thread is left
+        late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def end(handles: Sequence[ActorHandle], **how: Any) -> None:

@@ -19,8 +19,10 @@ from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError, DeadlineExceededError, EngineUnreachableError, InvalidRequestError
 from weightsync.host.settings import pull_settings
 from weightsync.types import Deadline
+from weightsync.types.control import InstanceStatus
 
 _LOOK_S = 0.1
+_LEAST_S = 1.0  # that a look has, also at the end of the time
 _AGAIN_S = 0.5
 
 _logger = logging.getLogger(__name__)
@@ -109,9 +111,14 @@ class RayFleet:
             EngineUnreachableError: the controller is gone.
         """
         wanted, deadline = service_ids or tuple(self.services), Deadline(timeout_s)
+        found: dict[str, InstanceStatus] = {}
         while True:
-            status = self.controller.status(timeout_s=max(_LOOK_S, min(10.0, deadline.remaining_s)))
-            found = {each.instance_id: each for each in status.instances}
+            try:
+                status = self.controller.status(timeout_s=max(_LEAST_S, min(10.0, deadline.remaining_s)))
+                found = {each.instance_id: each for each in status.instances}
+            except DeadlineExceededError:
+                if not deadline.expired:
+                    raise
             missing = {who: found.get(who) for who in wanted if who not in found or found[who].state != "live"}
             if not missing:
                 return

@@ -94,8 +94,9 @@ def launch(
         ranks: list[RayRank] = []
         engines: dict[str, RayEngine] = {}
         stack.callback(lambda: end(list(engines.values())))
-        # first: a last version that was not due is pushed then, where the block ends in order
-        stack.push(lambda kind, *_: end(ranks, in_order=kind is None))
+        made: list[RayWeightSync] = []
+        # first: a last version that was not due is pushed then, by all ranks, where the block ends in order
+        stack.push(lambda kind, *_: end(ranks, in_order=kind is None and all(each.is_well for each in made)))
         for index in range(num_engines):
             name = f"engine-{index}"
             engines[name] = RayEngine(engine_actor(name), engine_id=name)
@@ -119,7 +120,8 @@ def launch(
         token = None if controller is None else controller.address.token
         of_join = (meeting, settings.model_dump(exclude_unset=True), token, tuple(engines.values()), trainer)
         ask_all(ranks, "join", *of_join, deadline=deadline, kind=type(None))
-        yield RayWeightSync(ranks, list(engines.values()), config=settings, start_engine=engine_actor)
+        made.append(RayWeightSync(ranks, list(engines.values()), config=settings, start_engine=engine_actor))
+        yield made[0]
 
 
 def config_of(config: WeightSyncConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> WeightSyncConfig:
@@ -140,7 +142,7 @@ def config_of(config: WeightSyncConfig | Mapping[str, Any] | str | os.PathLike[s
     settings = settings.for_method("push")
     if settings.push.engines:
         raise ConfigError(
-            f"push.engines is {list(settings.push.engines)}, and the engines of a job on Ray are its actors: leave it "
+            "push.engines names engines, and those of a job on Ray are its actors: leave it "
             "out, or call weightsync.push in your own actors",
             keys=["push.engines"],
         )

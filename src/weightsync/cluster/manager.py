@@ -126,6 +126,11 @@ class RayWeightSync:
         fresh.ready(timeout_s=timeout_s)
         self.replace_engine(engine_id, fresh.actor)
 
+    @property
+    def is_well(self) -> bool:
+        """Whether all ranks are there, and none is in a call."""
+        return self._broken is None and not self._owed and not self._busy.locked()
+
     def close(self) -> None:
         """Gives back nothing: the actors belong to who started them."""
 

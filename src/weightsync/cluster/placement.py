@@ -157,6 +157,6 @@ def _shown(resources: Mapping[str, float]) -> str:
     own = {
         key: amount
         for key, amount in resources.items()
-        if ":" not in key and "memory" not in key and "_group" not in key
+        if ":" not in key and key != "object_store_memory" and "_group" not in key
     }
     return " ".join(f"{key} {amount:g}" for key, amount in sorted(own.items())) or "nothing"

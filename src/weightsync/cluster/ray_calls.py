@@ -58,8 +58,11 @@ def is_restarted() -> bool:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return False
-    context = ray.get_runtime_context()
-    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
+    try:
+        context = ray.get_runtime_context()
+        return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
+    except Exception:  # the cluster does not answer
+        return False
 
 
 def words_of(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
-from weightsync.cluster.actors import Answer, StartedActor, answer, user_method
+from weightsync.cluster.actors import Answer, StartedActor, answer, unlinked_in_time, user_method
 from weightsync.cluster.engine_actor import RayEngine
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError, GroupJoinError, InvalidRequestError, StateError, WeightSyncError
@@ -222,9 +222,10 @@ class TrainerActor(StartedActor):
         is_idle = self._turn.acquire(blocking=False)
         try:
             if self._trainer is not None:
-                with contextlib.suppress(Exception):  # a sync may be running: it ends with the process
-                    if isinstance(push := self._trainer.push, PushesItself):
-                        push.close(wait=in_order and is_idle)
+                with unlinked_in_time(), contextlib.suppress(Exception):  # a sync that runs ends with the process
+                    push = self._trainer.push
+                    if isinstance(push, PushesItself) and not (in_order and is_idle):
+                        push.close(wait=False)
                     else:
                         push.close()
         finally:

@@ -12,7 +12,7 @@ from rich.console import Console
 from weightsync.control.build import Built, build_controller
 from weightsync.demo.model import model_size
 from weightsync.demo.processes import DemoError, Processes
-from weightsync.demo.summary import LOSS_GAP_TOLERANCE, write_summary
+from weightsync.demo.summary import LOSS_GAP_TOLERANCE, finite, write_summary
 from weightsync.demo.trainer import DemoOptions
 from weightsync.errors import ConfigError, error_from_dict
 from weightsync.types import Deadline
@@ -134,8 +134,8 @@ class _Fleet:
                 model: sorted({answer["version"] for answer in self.answers if answer["served"] == model})
                 for model in self._models
             },
-            "answers": self.answers,
-            "loss_gap_max": max(gaps, default=None),
+            "answers": [{**answer, "loss": finite(answer["loss"])} for answer in self.answers],
+            "loss_gap_max": finite(max(gaps, default=None)),
             "states": self._states,
             "syncs": [msgspec.to_builtins(record) for record in self._built.controller.status().syncs],
             "problems": self._problems(),

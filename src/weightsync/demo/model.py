@@ -89,10 +89,9 @@ def build_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0)
         MissingDependencyError: transformers is not installed.
     """
     size = model_size(name)
-    imported("transformers", "the demo's model needs transformers: pip install 'weightsync[demo]'")
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
+    needs = "the demo's model needs transformers: pip install 'weightsync[demo]'"
+    qwen3 = imported("transformers.models.qwen3", needs)
+    config = qwen3.Qwen3Config(
         vocab_size=VOCAB_SIZE, hidden_size=size.hidden, num_hidden_layers=size.layers,
         num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, head_dim=size.head_dim,
         intermediate_size=size.intermediate, max_position_embeddings=1024, tie_word_embeddings=True,
@@ -102,7 +101,7 @@ def build_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0)
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: torch.nn.Module = Qwen3ForCausalLM(config)
+        model: torch.nn.Module = qwen3.Qwen3ForCausalLM(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)

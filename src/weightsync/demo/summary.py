@@ -72,7 +72,7 @@ def summarize(rows: Sequence[StepRow], *, num_steps_asked: int, by_deltas: bool 
         "steps": [_step(row) for row in rows],
         "versions": [row.version for row in rows],
         "digests_equal": False if False in digests else None if None in digests or not digests else True,
-        "loss_gap_max": _finite(max(gaps, default=None, key=lambda gap: math.inf if math.isnan(gap) else gap)),
+        "loss_gap_max": finite(max(gaps, default=None, key=lambda gap: math.inf if math.isnan(gap) else gap)),
         "num_steps_asked": num_steps_asked,
         "loss_gap_tolerance": LOSS_GAP_TOLERANCE,
         "by_deltas": by_deltas,
@@ -128,13 +128,13 @@ def _step(row: StepRow) -> dict[str, Any]:
     facts = dataclasses.asdict(row)
     facts["bytes"], facts["phases"] = facts.pop("total_bytes"), facts.pop("phases_s")
     facts |= {"loss_gap": row.loss_gap, "unprovable": row.unprovable or None}
-    facts["phases"] = {name: _finite(seconds) for name, seconds in facts["phases"].items()}
-    return {name: _finite(fact) if isinstance(fact, float) else fact for name, fact in facts.items()}
+    facts["phases"] = {name: finite(seconds) for name, seconds in facts["phases"].items()}
+    return {name: finite(fact) if isinstance(fact, float) else fact for name, fact in facts.items()}
 
 
 def _median(values: Sequence[float]) -> float | None:
-    return _finite(statistics.median(values)) if values else None
+    return finite(statistics.median(values)) if values else None
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None

@@ -57,10 +57,8 @@ class CloudStore:
     def __init__(self, url: str, *, stall_s: float = _STALL_S) -> None:
         self.url = url
         needs = f"{url} needs the package obstore: pip install 'weightsync[store]'; a folder (file://) needs nothing"
-        obstore = imported("obstore", needs)
-        from obstore.store import from_url
-
-        self._errors = obstore.exceptions
+        self._errors = imported("obstore", needs).exceptions
+        from_url = imported("obstore.store", needs).from_url
         with _typed(self.url, self._errors):
             if url.startswith("memory://"):
                 self._store = self._large = _memory_store(url)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError
 from weightsync.net.auth import checked_token
+from weightsync.net.http_edge import checked_url
 from weightsync.plan.names import closest
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ def check_once(urls: Iterable[str], *, name: str) -> None:
     """
     seen: dict[str, str] = {}
     for url in urls:
+        if "@" in url:
+            checked_url(_KIND.sub("", url), whose=f"{name}'s")  # a password is not quoted
         place = _THIS_MACHINE.sub("//localhost", _KIND.sub("", url)).rstrip("/")
         if (before := seen.get(place)) is not None:
             raise ConfigError(f"{name} has {url} twice" + ("" if before == url else f", the first time as {before}"))

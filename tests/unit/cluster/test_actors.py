@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,6 +22,7 @@ from tests.standins.processes import free_port
 from weightsync.clients.controller import ControllerClient
 from weightsync.cluster import actors as actors_module
 from weightsync.cluster import launch as launching
+from weightsync.cluster import trainer_actor as trainer_actor_module
 from weightsync.cluster.actors import ActorHandle, Address, StartedActor, Whereabouts, answer, end, value_of
 from weightsync.cluster.controller_actor import ControllerActor, RayController, settings_of
 from weightsync.cluster.engine_actor import EngineActor, EngineContext, RayEngine
@@ -313,6 +315,20 @@ def test_a_last_version_is_pushed_where_the_job_ends_in_order_and_no_step_runs()
     assert asked == [True, False, False, True]
 
 
+def test_a_job_one_of_whose_ranks_may_still_be_in_a_step_does_not_end_in_order() -> None:
+    """Seen red: one rank pushed its last version, and waited for the others, which did not."""
+    sync = RayWeightSync([], [], config=WeightSyncConfig(), start_engine=lambda _: None)
+    assert sync.is_well
+    sync._owed[object()] = cast(Any, None)
+    assert not sync.is_well
+    sync._owed.clear()
+    sync._broken = TrainerRankError("rank 1 is gone")
+    assert not sync.is_well
+    sync._broken = None
+    with sync._busy:
+        assert not sync.is_well
+
+
 def test_how_actors_end_is_said_to_each() -> None:
     submitted: list[tuple[str, dict[str, Any]]] = []
 
@@ -339,12 +355,40 @@ def test_an_actor_that_is_still_closing_when_it_is_killed_leaves_no_shared_memor
         def close(self) -> None:
             assert go.wait(60.0)
 
-    actor = StartedActor("s")
-    actor._keep("", Loads())
-    closing = in_thread(actor.close, name="close")
-    assert unlinked.wait(60.0)
-    go.set()
-    assert closing.result(60.0) == (None, None)
+    def closes(actor: StartedActor) -> None:
+        unlinked.clear()
+        go.clear()
+        closing = in_thread(actor.close, name="close")
+        assert unlinked.wait(60.0)
+        go.set()
+        assert closing.result(60.0) == (None, None)
+
+    engine, rank = StartedActor("s"), TrainerActor(0, 1)
+    engine._keep("", Loads())
+    rank._trainer = cast(Any, SimpleNamespace(push=Loads()))
+    monkeypatch.setattr(trainer_actor_module, "unlink_own", lambda: None)  # behind its close
+    closes(engine)
+    closes(rank)
+
+
+@pytest.mark.parametrize(("error", "ends"), [(OSError("not yet"), True), (ConfigError("never"), False)])
+def test_only_what_may_be_over_soon_ends_an_actor_that_was_started_again(
+    error: Exception, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong for good is answered, as in the first start."""
+    ended: list[int] = []
+    monkeypatch.setattr(actors_module, "is_restarted", lambda: True)
+    monkeypatch.setattr(actors_module, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(actors_module, "unlink_own", lambda: ended.append(0))
+    monkeypatch.setattr(actors_module.os, "_exit", ended.append)
+
+    def broken(context: EngineContext) -> Any:
+        raise error
+
+    actor = EngineActor(CONTEXT, broken)
+    assert ended == ([0, 1] if ends else [])
+    with pytest.raises(EngineError if ends else ConfigError):
+        value_of(actor.ready(), object, peer="", what="")
 
 
 def test_what_an_actor_takes_is_said_as_ray_names_it() -> None:
