@@ -100,10 +100,10 @@ class VllmServer:
             process_group=0,
             env=self._environment(),
         )
-        self._guard = subprocess.Popen(
-            ("/bin/sh", "-c", _GUARD, str(self._process.pid)), stdin=subprocess.PIPE, process_group=0
-        )
         try:
+            self._guard = subprocess.Popen(
+                ("/bin/sh", "-c", _GUARD, str(self._process.pid)), stdin=subprocess.PIPE, process_group=0
+            )
             self._wait_until_ready()
         except BaseException:
             self.__exit__()
