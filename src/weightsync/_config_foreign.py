@@ -46,10 +46,15 @@ _MAX_SHOWN = 100
 _MAX_WHY = 400
 MAX_PROBLEMS = 20
 _ABSENT = object()
-_SECRET = re.compile(r"token|secret|passw|passphrase|api_?key|private_?key|credential", re.IGNORECASE)
-_NO_SECRET = re.compile(r"(max|min|num|new|total)_(\w+_)?tokens|tokeni[sz]|tokens?_(id|per|limit)", re.IGNORECASE)
-_IN_URL = re.compile(
-    r"(?<=://)[^/\s'\"]*(?=@)|(?<=[?&])(sig|signature|token|x-amz-signature)=[^&\s'\"]*", re.IGNORECASE
+_SECRET = re.compile(
+    r"token|secret|passw|passphrase|api[_-]?key|private[_-]?key|credential|authorization", re.IGNORECASE
+)
+_NO_SECRET = re.compile(
+    r"(max|min|num|new|total)_(\w+_)?tokens|embed_tokens?|tokeni[sz](er|e)?|tokens?_(id|per|limit)", re.IGNORECASE
+)
+_IN_URL = re.compile(  # with a scheme and without one; of a query
+    r"(?<=://)[^\s'\"]*(?=@)|(?<![\w:/])[^\s'\"/:]+:(?!//)[^\s'\"]*(?=@)|(?<=[?&])\w*(sig|signature|token|key)=[^&\s'\"]*",
+    re.IGNORECASE,
 )
 
 
@@ -87,7 +92,7 @@ class Adapted:
 def short(value: object) -> str:
     """`repr` of a value without the secrets in it, cut so that it fits a line."""
     try:
-        text = repr(_without_secrets(value))
+        text = _IN_URL.sub("...", repr(_without_secrets(value)))
     except Exception:  # a number of 5000 digits, a mapping in a mapping 3000 times over
         text = f"<{type(value).__name__} that can't be written out>"
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
@@ -99,17 +104,18 @@ def shown(name: str, value: object) -> str:
 
 
 def _is_secret(key: object) -> bool:
-    return isinstance(key, str) and _SECRET.search(key) is not None and _NO_SECRET.search(key) is None
+    return isinstance(key, str) and _SECRET.search(_NO_SECRET.sub("", key)) is not None
 
 
 def _without_secrets(value: object) -> object:
-    if isinstance(value, str):
-        return _IN_URL.sub("...", value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: "..." if _is_secret(key) else _without_secrets(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_without_secrets(each) for each in value]
-    return tuple(map(_without_secrets, value)) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return tuple(map(_without_secrets, value))
+    plain = value is None or isinstance(value, str | int | float)
+    return value if plain or not _is_secret(repr(value)) else type(value)  # a DictConfig, say
 
 
 def close_choices(word: str, known: Iterable[str]) -> str:

@@ -407,6 +407,10 @@ def test_an_unknown_argument_is_refused_without_load_too() -> None:
         {"server": {"passphrase": "'s3cr3t-0123456789\" and more"}},
         {"push": {"engines": "http://user:s3cr3t-0123456789@host:8000"}},
         {"push": {"engine": ["http://host/?a=b&sig=s3cr3t-0123456789"]}},
+        {"push": {"engine": {"http://user:s3/cr3t/s3cr3t-0123456789@host:1"}}},
+        {"push": {"engine": "user:s3cr3t-0123456789@host:1"}},
+        {"server": {"tokenizer_api_key": "s3cr3t-0123456789", "api-key": "s3cr3t-0123456789"}},
+        {"server": OmegaConf.create({"token": "s3cr3t-0123456789"})},
     ],
 )
 def test_a_secret_in_a_file_is_shown_in_no_error(source: dict[str, Any]) -> None:
@@ -414,13 +418,13 @@ def test_a_secret_in_a_file_is_shown_in_no_error(source: dict[str, Any]) -> None
     text = refused(source)
     assert "s3cr3t" not in text
     assert "and more" not in text
-    assert "..." in text
     if "push" not in source and "server" not in source:
         assert "WEIGHTSYNC_TOKEN" in text
 
 
 def test_what_only_sounds_like_a_secret_is_shown() -> None:
     assert "max_tokens = 5:" in refused({"max_tokens": 5})
+    assert "'*embed_tokens*'] = 'int4':" in refused({"extract": {"dtype_overrides": {"*embed_tokens*": "int4"}}})
     assert "{'tokenizer': 't', 'max_new_tokens': 5}" in refused({"serves": {"tokenizer": "t", "max_new_tokens": 5}})
 
 

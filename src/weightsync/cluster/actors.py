@@ -158,7 +158,9 @@ class StartedActor:
             failed = self._typed(error, what)
             self._failed = (failed.to_dict(), None)
             self.close()
-            if not isinstance(failed, _FOR_GOOD) and is_restarted():
+            # a port that is taken still is a ConfigError, too, and the system's word
+            is_for_good = isinstance(failed, _FOR_GOOD) and not isinstance(failed.__cause__, OSError)
+            if not is_for_good and is_restarted():
                 _logger.error("%s, which was started again, ends, for Ray to try again: %s", self._name, failed)
                 time.sleep(_AGAIN_S)
                 unlink_own()

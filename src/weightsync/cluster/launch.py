@@ -96,7 +96,7 @@ def launch(
         stack.callback(lambda: end(list(engines.values())))
         made: list[RayWeightSync] = []
         # first: a last version that was not due is pushed then, by all ranks, where the block ends in order
-        stack.push(lambda kind, *_: end(ranks, in_order=kind is None and all(each.is_well for each in made)))
+        stack.push(lambda kind, *_: end(ranks, in_order=kind is None and all(each.is_idle() for each in made)))
         for index in range(num_engines):
             name = f"engine-{index}"
             engines[name] = RayEngine(engine_actor(name), engine_id=name)

@@ -126,10 +126,17 @@ class RayWeightSync:
         fresh.ready(timeout_s=timeout_s)
         self.replace_engine(engine_id, fresh.actor)
 
-    @property
-    def is_well(self) -> bool:
-        """Whether all ranks are there, and none is in a call."""
-        return self._broken is None and not self._owed and not self._busy.locked()
+    def is_idle(self) -> bool:
+        """Whether all ranks are there and none is in a call; waits a moment for answers to one that has raised."""
+        if not self._busy.acquire(blocking=False):
+            return False
+        try:
+            settle_owed(self._owed)
+        except WeightSyncError:
+            return False
+        finally:
+            self._busy.release()
+        return self._broken is None
 
     def close(self) -> None:
         """Gives back nothing: the actors belong to who started them."""

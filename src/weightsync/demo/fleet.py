@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -135,7 +136,7 @@ class _Fleet:
                 for model in self._models
             },
             "answers": [{**answer, "loss": finite(answer["loss"])} for answer in self.answers],
-            "loss_gap_max": finite(max(gaps, default=None)),
+            "loss_gap_max": finite(max(gaps, default=None, key=lambda gap: math.inf if math.isnan(gap) else gap)),
             "states": self._states,
             "syncs": [msgspec.to_builtins(record) for record in self._built.controller.status().syncs],
             "problems": self._problems(),

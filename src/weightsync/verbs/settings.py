@@ -102,7 +102,7 @@ def check_once(urls: Iterable[str], *, name: str) -> None:
     """
     seen: dict[str, str] = {}
     for url in urls:
-        if "@" in url:
+        if "@" in url.partition("://")[2].partition("/")[0]:
             checked_url(_KIND.sub("", url), whose=f"{name}'s")  # a password is not quoted
         place = _THIS_MACHINE.sub("//localhost", _KIND.sub("", url)).rstrip("/")
         if (before := seen.get(place)) is not None:

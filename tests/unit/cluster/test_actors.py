@@ -22,6 +22,7 @@ from tests.standins.processes import free_port
 from weightsync.clients.controller import ControllerClient
 from weightsync.cluster import actors as actors_module
 from weightsync.cluster import launch as launching
+from weightsync.cluster import manager
 from weightsync.cluster import trainer_actor as trainer_actor_module
 from weightsync.cluster.actors import ActorHandle, Address, StartedActor, Whereabouts, answer, end, value_of
 from weightsync.cluster.controller_actor import ControllerActor, RayController, settings_of
@@ -60,6 +61,12 @@ from weightsync.memory import MappedSegment, Segment
 from weightsync.types import CommitRequest, DescribeRequest, EngineOp, EngineReply
 
 CONTEXT = EngineContext(engine_id="e", index=0)
+
+
+def taken_still() -> ConfigError:
+    error = ConfigError("can't listen")
+    error.__cause__ = OSError("address already in use")
+    return error
 
 
 class Built:
@@ -315,18 +322,39 @@ def test_a_last_version_is_pushed_where_the_job_ends_in_order_and_no_step_runs()
     assert asked == [True, False, False, True]
 
 
-def test_a_job_one_of_whose_ranks_may_still_be_in_a_step_does_not_end_in_order() -> None:
+@pytest.mark.parametrize("which", ["all are idle", "one owes an answer", "one is gone", "a call is under way"])
+def test_a_job_one_of_whose_ranks_may_still_be_in_a_step_does_not_end_in_order(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Seen red: one rank pushed its last version, and waited for the others, which did not."""
-    sync = RayWeightSync([], [], config=WeightSyncConfig(), start_engine=lambda _: None)
-    assert sync.is_well
-    sync._owed[object()] = cast(Any, None)
-    assert not sync.is_well
-    sync._owed.clear()
-    sync._broken = TrainerRankError("rank 1 is gone")
-    assert not sync.is_well
-    sync._broken = None
-    with sync._busy:
-        assert not sync.is_well
+    there = Whereabouts("node", "127.0.0.1", 1)
+    ended: list[dict[str, bool]] = []
+    monkeypatch.setattr(launching, "running_ray", lambda: None)
+    monkeypatch.setattr(launching, "reserved", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(launching, "here", lambda: ("node", "127.0.0.1"))
+    monkeypatch.setattr(launching, "_meeting", lambda *_: None)
+    monkeypatch.setattr(launching, "ask_all", lambda *_, **__: None)
+    monkeypatch.setattr(launching, "end", lambda _, **how: ended.append(how))
+    monkeypatch.setattr(manager, "settle_owed", settled := Settled())
+    for actor, handle in ((EngineActor, RayEngine), (TrainerActor, RayRank)):
+        monkeypatch.setattr(actor, "start", lambda *_, **__: object())
+        monkeypatch.setattr(handle, "ready", lambda *_, **__: there)
+    with contextlib.ExitStack() as held, launching.launch(cast(Any, None), Built, num_ranks=1, num_engines=1) as sync:
+        settled.error = SyncInProgressError("it still works") if which == "one owes an answer" else None
+        sync._broken = TrainerRankError("rank 1 is gone") if which == "one is gone" else None
+        if which == "a call is under way":
+            held.enter_context(sync._busy)
+    assert ended == [{"in_order": which == "all are idle"}, {}]
+
+
+class Settled:
+    """Stands for `settle_owed`."""
+
+    error: WeightSyncError | None = None
+
+    def __call__(self, owed: object) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 def test_how_actors_end_is_said_to_each() -> None:
@@ -371,7 +399,9 @@ def test_an_actor_that_is_still_closing_when_it_is_killed_leaves_no_shared_memor
     closes(rank)
 
 
-@pytest.mark.parametrize(("error", "ends"), [(OSError("not yet"), True), (ConfigError("never"), False)])
+@pytest.mark.parametrize(
+    ("error", "ends"), [(OSError("not yet"), True), (taken_still(), True), (ConfigError("never"), False)]
+)
 def test_only_what_may_be_over_soon_ends_an_actor_that_was_started_again(
     error: Exception, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,7 +417,7 @@ def test_only_what_may_be_over_soon_ends_an_actor_that_was_started_again(
 
     actor = EngineActor(CONTEXT, broken)
     assert ended == ([0, 1] if ends else [])
-    with pytest.raises(EngineError if ends else ConfigError):
+    with pytest.raises(ConfigError if isinstance(error, ConfigError) else EngineError):
         value_of(actor.ready(), object, peer="", what="")
 
 
