@@ -52,8 +52,10 @@ _SECRET = re.compile(
 _NO_SECRET = re.compile(
     r"(max|min|num|new|total)_(\w+_)?tokens|embed_tokens?|tokeni[sz](er|e)?|tokens?_(id|per|limit)", re.IGNORECASE
 )
-_IN_URL = re.compile(  # with a scheme and without one; of a query
-    r"(?<=://)[^\s'\"]*(?=@)|(?<![\w:/])[^\s'\"/:]+:(?!//)[^\s'\"]*(?=@)|(?<=[?&])\w*(sig|signature|token|key)=[^&\s'\"]*",
+_IN_URL = re.compile(
+    r"(?<=://)(?:[^/\s'\"]*|[^\s'\"/@]*:[^\s'\"]*)(?=@)"
+    r"|(?<![\w:/\\.-])[^\s'\"/\\:]+:(?!//)[^\s'\"\\]*(?=@)"  # without a scheme
+    r"|(?<=[?&])[\w.-]*(?:sig|signature|token|key|credential)=[^&\s'\"]*",
     re.IGNORECASE,
 )
 
@@ -92,7 +94,7 @@ class Adapted:
 def short(value: object) -> str:
     """`repr` of a value without the secrets in it, cut so that it fits a line."""
     try:
-        text = _IN_URL.sub("...", repr(_without_secrets(value)))
+        text = _IN_URL.sub("...", repr(_without_secrets(value))[: 4 * _MAX_SHOWN])
     except Exception:  # a number of 5000 digits, a mapping in a mapping 3000 times over
         text = f"<{type(value).__name__} that can't be written out>"
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -407,6 +407,8 @@ def test_an_unknown_argument_is_refused_without_load_too() -> None:
         {"server": {"passphrase": "'s3cr3t-0123456789\" and more"}},
         {"push": {"engines": "http://user:s3cr3t-0123456789@host:8000"}},
         {"push": {"engine": ["http://host/?a=b&sig=s3cr3t-0123456789"]}},
+        {"push": {"engine": ["https://b/w?X-Amz-Signature=s3cr3t-0123456789&X-Amz-Security-Token=s3cr3t-0123456789"]}},
+        {"push": {"engine": ["https://s3cr3t-0123456789@host"]}},
         {"push": {"engine": {"http://user:s3/cr3t/s3cr3t-0123456789@host:1"}}},
         {"push": {"engine": "user:s3cr3t-0123456789@host:1"}},
         {"server": {"tokenizer_api_key": "s3cr3t-0123456789", "api-key": "s3cr3t-0123456789"}},
@@ -420,6 +422,14 @@ def test_a_secret_in_a_file_is_shown_in_no_error(source: dict[str, Any]) -> None
     assert "and more" not in text
     if "push" not in source and "server" not in source:
         assert "WEIGHTSYNC_TOKEN" in text
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["s3://bucket/run@1", "file:///w/run@3", "/runs/2026-11-28_12:30@n/c.yaml", "me@x.org", "host:8000", "quorum(2)"],
+)
+def test_what_is_no_secret_is_shown(value: str) -> None:
+    assert f"nope = {value!r}:" in refused({"nope": value})
 
 
 def test_what_only_sounds_like_a_secret_is_shown() -> None:

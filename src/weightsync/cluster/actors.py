@@ -7,6 +7,7 @@ typed error, as data, and a value. No exception of ours is ever pickled.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -158,8 +159,8 @@ class StartedActor:
             failed = self._typed(error, what)
             self._failed = (failed.to_dict(), None)
             self.close()
-            # a port that is taken still is a ConfigError, too, and the system's word
-            is_for_good = isinstance(failed, _FOR_GOOD) and not isinstance(failed.__cause__, OSError)
+            is_taken = getattr(failed.__cause__, "errno", None) in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
+            is_for_good = isinstance(failed, _FOR_GOOD) and not is_taken  # a port may be free again soon
             if not is_for_good and is_restarted():
                 _logger.error("%s, which was started again, ends, for Ray to try again: %s", self._name, failed)
                 time.sleep(_AGAIN_S)

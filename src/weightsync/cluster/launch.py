@@ -95,8 +95,15 @@ def launch(
         engines: dict[str, RayEngine] = {}
         stack.callback(lambda: end(list(engines.values())))
         made: list[RayWeightSync] = []
-        # first: a last version that was not due is pushed then, by all ranks, where the block ends in order
-        stack.push(lambda kind, *_: end(ranks, in_order=kind is None and all(each.is_idle() for each in made)))
+
+        def ended(kind: type[BaseException] | None, *_: object) -> None:
+            in_order = False
+            try:
+                in_order = kind is None and all(each.is_idle() for each in made)
+            finally:
+                end(ranks, in_order=in_order)
+
+        stack.push(ended)  # first: a last version that was not due is pushed then, by all ranks, where all is in order
         for index in range(num_engines):
             name = f"engine-{index}"
             engines[name] = RayEngine(engine_actor(name), engine_id=name)

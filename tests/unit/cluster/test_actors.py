@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import functools
 import pickle
 import subprocess
@@ -65,7 +66,7 @@ CONTEXT = EngineContext(engine_id="e", index=0)
 
 def taken_still() -> ConfigError:
     error = ConfigError("can't listen")
-    error.__cause__ = OSError("address already in use")
+    error.__cause__ = OSError(errno.EADDRINUSE, "address already in use")
     return error
 
 
