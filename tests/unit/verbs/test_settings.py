@@ -71,7 +71,7 @@ def test_a_list_of_urls_takes_one_and_refuses_the_same_twice() -> None:
     assert as_list(None, ("http://a:1",), name="to") == ["http://a:1"]
     with pytest.raises(ConfigError, match="twice"):
         as_list(["http://a:1", "http://a:1/"], (), name="to")
-    with pytest.raises(ConfigError, match="twice.*not shown") as caught:
+    with pytest.raises(ConfigError, match=r"twice.*not shown") as caught:
         as_list(["me:passw0rd@a:1", "me:passw0rd@a:1/"], (), name="to")
     assert "passw0rd" not in str(caught.value)
     assert as_list(["s3://bucket/run@1"], (), name="sources") == ["s3://bucket/run@1"]
