@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from tests.cluster.actors import Rollout
 from tests.cluster.conftest import STORE_BYTES
 from tests.cluster.strangers import Garbler, Stranger, mute_engine
+from tests.multiproc.pull_kit import wait_until
 from weightsync.cluster.engine_actor import EngineActor, EngineContext, RayEngine
 from weightsync.cluster.ray_calls import kill, load_ray
 from weightsync.errors import (
@@ -63,12 +64,13 @@ def test_a_start_that_fails_once_behind_a_restart_is_tried_again(ray_cluster: An
     try:
         first = engine.ready(timeout_s=100)
         os.kill(first.pid, signal.SIGKILL)
-        deadline, now = Deadline(100), first
-        while now.pid == first.pid:
-            try:
-                now = engine.ready(timeout_s=deadline.check("it is there again", peer="r"))
-            except EngineUnreachableError:  # while Ray starts it
-                time.sleep(0.2)
+
+        def is_there_again() -> bool:
+            with contextlib.suppress(EngineUnreachableError):  # while Ray starts it
+                return engine.ready(timeout_s=100).pid != first.pid
+            return False
+
+        wait_until(is_there_again, "it is there again", 100.0)
         assert counter.read_text() == "..."
         assert engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=CALL_S).engine_id == "r"
     finally:

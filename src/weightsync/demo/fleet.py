@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.console import Console
 from weightsync.control.build import Built, build_controller
 from weightsync.demo.model import model_size
 from weightsync.demo.processes import DemoError, Processes
-from weightsync.demo.summary import LOSS_GAP_TOLERANCE, finite, write_summary
+from weightsync.demo.summary import LOSS_GAP_TOLERANCE, finite, largest_gap, write_summary
 from weightsync.demo.trainer import DemoOptions
 from weightsync.errors import ConfigError, error_from_dict
 from weightsync.types import Deadline
@@ -136,7 +135,7 @@ class _Fleet:
                 for model in self._models
             },
             "answers": [{**answer, "loss": finite(answer["loss"])} for answer in self.answers],
-            "loss_gap_max": finite(max(gaps, default=None, key=lambda gap: math.inf if math.isnan(gap) else gap)),
+            "loss_gap_max": largest_gap(gaps),
             "states": self._states,
             "syncs": [msgspec.to_builtins(record) for record in self._built.controller.status().syncs],
             "problems": self._problems(),

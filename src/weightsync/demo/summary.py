@@ -72,7 +72,7 @@ def summarize(rows: Sequence[StepRow], *, num_steps_asked: int, by_deltas: bool 
         "steps": [_step(row) for row in rows],
         "versions": [row.version for row in rows],
         "digests_equal": False if False in digests else None if None in digests or not digests else True,
-        "loss_gap_max": finite(max(gaps, default=None, key=lambda gap: math.inf if math.isnan(gap) else gap)),
+        "loss_gap_max": largest_gap(gaps),
         "num_steps_asked": num_steps_asked,
         "loss_gap_tolerance": LOSS_GAP_TOLERANCE,
         "by_deltas": by_deltas,
@@ -136,5 +136,11 @@ def _median(values: Sequence[float]) -> float | None:
     return finite(statistics.median(values)) if values else None
 
 
+def largest_gap(gaps: Sequence[float]) -> float | None:
+    """None where there is none, or one is no finite number."""
+    return finite(max(gaps, default=None, key=lambda gap: math.inf if math.isnan(gap) else gap))
+
+
 def finite(value: float | None) -> float | None:
+    """The number as JSON has it; None where it has none."""
     return value if value is not None and math.isfinite(value) else None

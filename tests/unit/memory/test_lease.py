@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.standins.descriptors import num_open
 from tests.standins.processes import Child, children
 from weightsync.errors import SharedMemoryError
 from weightsync.memory import Lock, Reader, Segment, folder, is_read
@@ -115,17 +116,10 @@ def test_a_lock_outlives_the_name_and_a_new_one_needs_it() -> None:
 
 
 def test_a_refused_lock_leaves_no_descriptor() -> None:
-    def opened(name: str) -> int:  # other threads of this process open others
-        links = []
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        return sum(name in link for link in links)
-
     with Segment(4096) as segment, Lock(segment.name, Reader.SENT):
-        before = opened(segment.name)
+        before = num_open(segment.name)
         assert before
         for _ in range(20):
             assert not can(segment.name, None)
             is_read(segment.name, Reader.MAPPED)
-        assert opened(segment.name) == before
+        assert num_open(segment.name) == before

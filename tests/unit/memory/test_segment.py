@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.standins.descriptors import num_open
 from tests.standins.processes import Child, children
 from weightsync.errors import SharedMemoryError, UnsupportedError
 from weightsync.memory import Lock, MappedSegment, Reader, Segment, folder, host_nonce, reclaim_dead
@@ -349,21 +350,14 @@ def test_what_the_kernel_does_not_map_is_told_in_words(monkeypatch: pytest.Monke
     def refused(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    def num_open() -> int:  # other threads of this process open others
-        links = []
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        return sum(segment.name in link for link in links)
-
     with Segment(5000) as segment:
-        before = num_open()
+        before = num_open(segment.name)
         for mapping in (lambda: MappedSegment(segment.name, need_bytes=5000), lambda: SharedSegment(segment.name)):
             with monkeypatch.context() as patched:
                 patched.setattr(mapped_module.mmap, "mmap", refused)
                 with pytest.raises(SharedMemoryError, match=f"{segment.name} can't be mapped: .*annot allocate memory"):
                     mapping()
-        assert num_open() == before
+        assert num_open(segment.name) == before
 
 
 # The host.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.multiproc.pull_kit import wait_until
 from tests.standins.processes import children, free_port, in_gloo_world, run_ranks
 from weightsync.codec.base import Codec
 from weightsync.codec.full import FullCodec, FullEncoder
@@ -186,9 +187,8 @@ def closes(rank: int, world_size: int, conn: Any) -> Any:
         once()
     last = TrainingRanks(timeout_s=20)
     last.settle(None)
-    end_s = time.monotonic() + 10
-    while opened()[0] > before[0] + 4 and time.monotonic() < end_s:  # a thread ends a little behind its last word
-        time.sleep(0.01)
+    # a thread ends a little behind its last word
+    wait_until(lambda: opened()[0] <= before[0] + 4, "the threads of the others have ended")
     conn.send((before, opened()))
     conn.recv()
     started = time.monotonic()

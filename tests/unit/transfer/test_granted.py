@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.standins.clock import StandingClock
+from tests.standins.descriptors import num_open
 from weightsync.errors import StateError, TransferAbortedError, VersionError
 from weightsync.memory import Lock, Reader, Segment, folder, is_read
 from weightsync.transfer import granted, tcp_server
@@ -130,17 +131,8 @@ def test_a_grant_needs_no_thread_and_ends_when_nobody_takes_it_up(
     assert served.ended == [("another", 1, False), ("r", 0, False)]
 
 
-def num_open(segment: Segment) -> int:
-    """How many descriptors of this process are of that segment."""
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # another thread has closed it meanwhile
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sum(segment.name in each for each in found)
-
-
 def test_a_transfer_that_cannot_be_made_holds_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = num_open(served.segments[0])
+    before = num_open(served.segments[0].name)
     with monkeypatch.context() as patched:
         patched.setattr(granted, "open_own", lambda *_: (_ for _ in ()).throw(OSError("too many open files")))
         with pytest.raises(OSError, match="too many"):
@@ -148,7 +140,7 @@ def test_a_transfer_that_cannot_be_made_holds_nothing(served: Served, monkeypatc
     with Lock(served.segments[0].name, None), pytest.raises(VersionError, match="written again"):
         served.grant(0)
     assert not served.read_for(0)
-    assert num_open(served.segments[0]) == before
+    assert num_open(served.segments[0].name) == before
     assert served.server.num_transfers == 0
 
 
