@@ -168,7 +168,7 @@ class _Walk:
                 if name not in module._non_persistent_buffers_set:
                     take(path, name, place)
         self.names = tuple(names)
-        self._pick = _picker(places)
+        self._pick = picker(places, len(found))
 
     def prepared(self, root: torch.nn.Module, kind: Kind, prepare: Callable[[Any], object] | None) -> bool:
         """Prepares the modules of a kind; False where `root` has other modules than those of the walk."""
@@ -220,7 +220,7 @@ class _Block:
         self._children = _Dicts(list(map(_children, some)))
         self._parameters = _Dicts(list(map(_parameters, some)))
         self._buffers = _Dicts(list(map(_buffers, some)))
-        self._pick_buffered = _picker([index for index, module in enumerate(some) if module._buffers])
+        self._pick_buffered = picker([index for index, module in enumerate(some) if module._buffers], len(some))
         self._transient = list(map(frozenset, map(_transient, self._pick_buffered(some))))
         self._held_types = [
             type(held) for held_of in (_parameters, _buffers) for module in some for held in held_of(module).values()
@@ -238,7 +238,7 @@ class _Block:
                 index_of[id(child)] = len(modules)
                 modules.append(child)
                 new.append(place)
-        self._pick_new = list if len(new) == len(children) else _picker(new)
+        self._pick_new = picker(new, len(children))
 
     def follow(self, some: list[Any], modules: list[Any]) -> bool:
         """Adds the children of `some` to `modules`; False where they are not where they were."""
@@ -314,7 +314,7 @@ class _Dicts:
         self._types = list(map(type, dicts))
         self._sizes = list(map(len, dicts))
         full = [index for index, size in enumerate(self._sizes) if size]
-        self._full: Callable[[Sequence[Any]], Sequence[Any]] = list if len(full) == len(dicts) else _picker(full)
+        self._full = picker(full, len(dicts))
         self._keys = list(_flat(self._full(dicts)))
         # Most blocks are of one kind: of experts' layers, which hold one tensor each, all under one name.
         alike = len(self._keys) == len(full) and len(set(self._keys)) == 1 and _PLAIN_DICTS.issuperset(self._types)
@@ -343,9 +343,11 @@ _PLAIN_DICTS = frozenset({dict, OrderedDict})
 """Whose items are what they hold. A subclass may do anything when it is asked for one."""
 
 
-def _picker(indexes: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """`itemgetter` of any number of indexes, none and one too."""
-    return itemgetter(*indexes) if len(indexes) > 1 else lambda items: [items[index] for index in indexes]
+def picker(positions: Sequence[int], num: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes those at these positions out of `num`, in a loop that runs in C."""
+    if list(positions) == list(range(num)):
+        return lambda items: items
+    return itemgetter(*positions) if len(positions) > 1 else lambda items: [items[position] for position in positions]
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

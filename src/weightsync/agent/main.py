@@ -12,10 +12,9 @@ import logging
 import os
 import queue
 import resource
-import select
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import msgspec
@@ -40,9 +39,9 @@ from weightsync.types.agent_messages import (
     TransferDone,
 )
 from weightsync.types.layout import PublicationLayout
+from weightsync.types.process import lines_from
 
 _LAST_RECLAIMS = 20
-_LOOK_EVERY_S = 0.5
 _MAX_EVENTS = 1000
 _PONG = msgspec.json.encode(Pong())
 
@@ -53,11 +52,13 @@ def main() -> None:
     """From the line on the standard input to the end."""
     os.dup2(2, 1)  # nobody reads the standard output
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-    trainer = int(sys.argv[1])
-    start = msgspec.json.decode(_first_line(trainer), type=AgentStart)
+    lines = lines_from(0, int(sys.argv[1]))
+    if (first := next(lines, None)) is None:
+        _end()
+    start = msgspec.json.decode(first, type=AgentStart)
     logging.getLogger().setLevel(start.log_level)
     closing: list[Callable[[], None]] = []
-    threading.Thread(target=_end_with, args=(trainer, closing), name="weightsync-parent", daemon=True).start()
+    threading.Thread(target=_end_with, args=(lines, closing), name="weightsync-parent", daemon=True).start()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # each connection is a descriptor, and each segment that is read
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -156,27 +157,9 @@ def _publish(
     return layout
 
 
-def _first_line(trainer: int) -> bytes:
-    """Of the standard input. Ends this process where the trainer is killed before it has written it."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (more := _input(trainer)):
-            _end()
-        line += more
-    return line
-
-
-def _input(trainer: int) -> bytes:
-    """What comes next on the standard input; empty when the trainer is gone, though its forked child keeps it open."""
-    while os.getppid() == trainer:
-        if select.select([0], [], [], _LOOK_EVERY_S)[0]:
-            return os.read(0, 1 << 16)
-    return b""
-
-
-def _end_with(trainer: int, closing: list[Callable[[], None]]) -> None:
+def _end_with(lines: Iterator[bytes], closing: list[Callable[[], None]]) -> None:
     """Ends this process with its trainer. Its ports come free first: who starts the trainer again finds them so."""
-    while _input(trainer):
+    for _ in lines:
         pass
     for close in closing:
         with contextlib.suppress(RuntimeError):  # no thread can be had

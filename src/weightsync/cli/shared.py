@@ -154,13 +154,14 @@ def _said(write: int, number: int) -> None:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Typed errors as one line on standard error, and the exit code: 2 for what the user gave, else 1."""
+def told(*, otherwise: int = 1, of_files: int = 1) -> Iterator[None]:
+    """Typed errors as one line on standard error, and the exit code: 2 for what the user gave, `of_files` for an
+    OSError, and of what remains `otherwise`."""
     try:
         yield
     except WeightSyncError as error:
         print(in_words(error), file=sys.stderr)
-        raise typer.Exit(2 if is_the_users(error) else 1) from None
+        raise typer.Exit(2 if is_the_users(error) else otherwise) from None
     except ImportError as error:
         print(f"this command needs torch: pip install 'weightsync[torch]' ({error})", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -168,7 +169,7 @@ def told() -> Iterator[None]:
         if reader_has_gone(error):
             raise typer.Exit(BROKEN_PIPE) from None
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise typer.Exit(of_files) from None
 
 
 def in_words(error: Exception) -> str:

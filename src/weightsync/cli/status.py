@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightsync.cli.shared import (
-    BROKEN_PIPE,
-    MAX_S,
-    Token,
-    Verify,
-    in_words,
-    is_the_users,
-    plain,
-    reader_has_gone,
-    refuse_given,
-    was_given,
-)
+from weightsync.cli.shared import MAX_S, Token, Verify, plain, refuse_given, told, was_given
 from weightsync.errors import AuthError, ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -63,7 +50,7 @@ def status(
     Examples: weightsync status http://127.0.0.1:8700 --watch, or in a script:
     weightsync status $URL --json | jq '.models.actor.staleness'
     """
-    with _told():
+    with told(otherwise=_NO_ANSWER, of_files=_REFUSED):
         if json and watch:
             raise ConfigError("--json prints once: leave out --watch, and call it again")
         if not watch:
@@ -79,19 +66,6 @@ def status(
             raise typer.Exit(_once(face, as_json=json, timeout_s=timeout_s))
         finally:
             face.close()
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Typed errors as one line, and the exit codes that `status` promises."""
-    try:
-        yield
-    except (WeightSyncError, OSError) as error:
-        if reader_has_gone(error):
-            raise typer.Exit(BROKEN_PIPE) from None
-        print(plain(in_words(error)), file=sys.stderr)
-        given = is_the_users(error) or isinstance(error, OSError)
-        raise typer.Exit(_REFUSED if given else _NO_ANSWER) from None
 
 
 def _token(token: str | None, file: Path | None) -> str | None:

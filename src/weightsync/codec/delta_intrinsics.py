@@ -63,21 +63,6 @@ def _differing(typing: Any, old: Any, new: Any, at: Any, like: Any) -> Any:
     return uint64(old, new, at, like), generate
 
 
-def _prefetch(typing: Any, data: Any, at: Any) -> Any:
-    """Intrinsic: asks for the cache line of byte `at` of `data`, into the second cache, which waits for more lines at
-    once than the first; the address may be anything."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = _address(context, builder, signature.args[0], arguments[0], arguments[1], ir.IntType(8))
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [place.type, number, number, number])
-        function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
-        builder.call(function, [place, number(0), number(2), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(data, at), generate
-
-
 def _lowest_bit(typing: Any, bits: Any) -> Any:
     """Intrinsic: the number of the lowest bit that is set in `bits`, which is not 0."""
 
@@ -87,19 +72,7 @@ def _lowest_bit(typing: Any, bits: Any) -> Any:
     return types.int64(uint64), generate
 
 
-def _highest_bit(typing: Any, bits: Any) -> Any:
-    """Intrinsic: the number of the highest bit that is set in `bits`, which is not 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        zeros = builder.ctlz(arguments[0], ir.Constant(ir.IntType(1), 0))
-        return builder.sub(ir.Constant(ir.IntType(64), 63), zeros)
-
-    return types.int64(uint64), generate
-
-
 load = cast(Callable[[Any, Any, Any], Any], intrinsic(_load))
 store = cast(Callable[[Any, Any, Any], None], intrinsic(_store))
 differing = cast(Callable[[Any, Any, Any, Any], Any], intrinsic(_differing))
-prefetch = cast(Callable[[Any, Any], None], intrinsic(_prefetch))
 lowest_bit = cast(Callable[[Any], Any], intrinsic(_lowest_bit))
-highest_bit = cast(Callable[[Any], Any], intrinsic(_highest_bit))

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numba import int64, types, uint8, uint32, uint64
 
-from weightsync.codec.delta_intrinsics import WORDS, differing, highest_bit, load, lowest_bit, prefetch, store
-from weightsync.compiled import compiled, inlined, read_only, writable
+from weightsync.codec.delta_intrinsics import WORDS, differing, load, lowest_bit, store
+from weightsync.compiled import compiled, inlined, prefetch, read_only, writable
 
 BAD = -1
 """What a reader returns for content that is not of the format."""
@@ -102,7 +102,7 @@ def find_changes(old: Any, new: Any, steps: Any, positions: Any, bits: Any, flip
     """
     room = min(len(positions), len(steps))
     width = int64(bits >> uint64(3))
-    shift = highest_bit(uint64(width))
+    shift = lowest_bit(uint64(width))  # 1, 2, 4 or 8: its only one
     count = int64(0)
     at = int64(0)
     masks = np.empty(_BLOCKS, np.uint64)
@@ -385,6 +385,7 @@ def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips
     width = int64(bits >> uint64(3))
     num_elements = int64(len(old)) // width
     write = len(target) > 0
+    address = int64(old.ctypes.data)
     if len(values) < len(positions) or len(was) < len(positions) or (write and len(target) != len(old)):
         return int64(BAD)
     for index in range(len(positions)):
@@ -392,7 +393,7 @@ def take_steps(old: Any, positions: Any, values: Any, was: Any, bits: Any, flips
         if place >= num_elements:
             return int64(BAD)
         if index + _AHEAD < len(positions):
-            prefetch(old, int64(positions[index + _AHEAD]) * width)
+            prefetch(address + int64(positions[index + _AHEAD]) * width)
         before = load(old, place * width, was)
         was[index] = before
         values[index] = stepped(before, uint64(values[index]), bits, flips)

@@ -15,11 +15,10 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir  # type: ignore[import-untyped]
 from numba import int64, types, uint64
 from numba.extending import intrinsic
 
-from weightsync.compiled import compiled, inlined, read_only
+from weightsync.compiled import compiled, inlined, prefetch, read_only
 
 BLOCK_WORDS = 256
 """Words of 8 bytes that share a block's keys."""
@@ -72,22 +71,6 @@ def _load_byte(typing: Any, address: Any) -> Any:
     return uint64(int64), generate
 
 
-def _prefetch(typing: Any, address: Any) -> Any:
-    """Intrinsic: asks for the cache line at a memory address; never faults."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type] + [ir.IntType(32)] * 3)
-        hint = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
-        builder.call(
-            hint, [pointer, *(ir.Constant(ir.IntType(32), value) for value in (0, 2, 1))]
-        )  # to be read, into L2, data
-        return context.get_dummy_value()
-
-    return types.void(int64), generate
-
-
-prefetch = cast(Callable[[int], None], intrinsic(_prefetch))
 load_word = cast(Callable[[int, int], Any], intrinsic(_load_word))
 load_byte = cast(Callable[[int], Any], intrinsic(_load_byte))
 

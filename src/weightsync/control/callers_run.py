@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from weightsync.clients.agent import AgentClient
 from weightsync.errors import AuthError, InvalidRequestError
+from weightsync.net.auth import address_in
 from weightsync.net.http_edge import checked_url
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -68,10 +69,7 @@ def _addresses_of(host: str) -> list[_Address | None]:
 
 
 def _address(text: str) -> _Address | None:
-    try:
-        found = ipaddress.ip_address(text)
-    except ValueError:
-        return None
+    found = address_in(text)
     return getattr(found, "ipv4_mapped", None) or found
 
 

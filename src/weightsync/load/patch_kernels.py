@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
 from numba import int64, types, uint32, uint64
-from numba.extending import intrinsic
 
-from weightsync.compiled import compiled, read_only, writable
+from weightsync.compiled import compiled, prefetch, read_only, writable
 
 _AHEAD = 256
 """How many elements before its turn one is asked for: a core waits for memory, and waits for many lines at once."""
@@ -27,35 +25,15 @@ _WIDTHS = (types.uint8, types.uint16, types.uint32, types.uint64)
 _POSITIONS = read_only(types.uint32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def fetch(typing: Any, data: Any, at: Any) -> Any:
-    """Asks for the cache line of `data[at]`, which may lie anywhere: it is not read.
-
-    Into a core's second cache: asking for the first one is half as fast on AMD (its first cache waits for few lines at
-    once), and takes nothing from what is read there.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        address = builder.bitcast(builder.gep(array.data, [arguments[1]]), pointer)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        to_read, second_cache, of_data = (ir.Constant(number, value) for value in (0, 2, 1))
-        builder.call(prefetch, [address, to_read, second_cache, of_data])
-        return context.get_dummy_value()
-
-    return types.none(data, at), generate
-
-
 @compiled(*(int64(read_only(item), _POSITIONS, writable(item)) for item in _WIDTHS))
 def gather(live: Any, positions: Any, old: Any) -> Any:
     """Copies the elements at `positions` to `old`. Returns how many positions lie outside."""
     outside = int64(0)
+    address, width = int64(live.ctypes.data), int64(live.itemsize)
     count = len(positions)
     for index in range(count):
         if index + _AHEAD < count:
-            fetch(live, int64(positions[index + _AHEAD]))
+            prefetch(address + int64(positions[index + _AHEAD]) * width)
         position = int64(positions[index])
         if position < len(live):
             old[index] = live[position]
@@ -71,6 +49,7 @@ def exchange(live: Any, positions: Any, expected: Any, new: Any) -> Any:
     Returns:
         How many elements were not the `expected` ones before, and how many are not the `new` ones after.
     """
+    address, width = int64(live.ctypes.data), int64(live.itemsize)
     before = uint64(0)
     after = uint64(0)
     count = uint64(len(positions))
@@ -81,7 +60,7 @@ def exchange(live: Any, positions: Any, expected: Any, new: Any) -> Any:
         end = min(start + uint64(_BLOCK), count)
         index = start
         while index < end:
-            fetch(live, int64(positions[min(index + uint64(_BLOCK), last)]))
+            prefetch(address + int64(positions[min(index + uint64(_BLOCK), last)]) * width)
             index += uint64(1)
         index = start
         while index < end:

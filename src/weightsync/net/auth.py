@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import ipaddress
 import socket
@@ -50,27 +49,29 @@ def bearer_headers(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
+def address_in(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a text is, in the usual notation; None where it is none."""
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    address = address_in(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
 def unmapped(host: str) -> str:
     """An address as its own network writes it: who listens on "::" has callers by IPv4 as ::ffff:a.b.c.d."""
-    with contextlib.suppress(ValueError):
-        return str(getattr(ipaddress.ip_address(host), "ipv4_mapped", None) or host)
-    return host
+    return str(getattr(address_in(host), "ipv4_mapped", None) or host)
 
 
 def is_nearby(host: str) -> bool:
     """Whether an address, in whatever notation, leads to this machine or to no host behind a route: loopback,
     link-local (where clouds keep their metadata), multicast, none at all. Names but localhost are not looked up."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    if (address := address_in(host)) is None:
         try:
             address = ipaddress.ip_address(socket.inet_aton(host))  # 127.1, 0x7f000001: the resolver takes them
         except (OSError, ValueError):

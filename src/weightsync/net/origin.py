@@ -8,13 +8,12 @@ origin, and only its name gives it away.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
 from weightsync.errors import ConfigError, ForbiddenError
-from weightsync.net.auth import is_loopback
+from weightsync.net.auth import address_in, is_loopback
 
 ALLOWED_HOSTS_VARIABLE = "WEIGHTSYNC_ALLOWED_HOSTS"
 """Further names by which servers without a token may be called, separated by commas."""
@@ -77,17 +76,9 @@ def is_foreign_page(headers: Mapping[str, str], names: frozenset[str]) -> bool:
     if not origin:
         return False
     host = _name_of(called)
-    by_own_name = host is not None and (is_loopback(host) or host in names or _is_address(host))
+    # an address: no page has made a name of it
+    by_own_name = host is not None and (is_loopback(host) or host in names or address_in(host) is not None)
     return not by_own_name or origin.lower().partition("://")[2] != called
-
-
-def _is_address(host: str) -> bool:
-    """Whether it is one already: no page has made a name of it."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _name_of(netloc: str) -> str | None:

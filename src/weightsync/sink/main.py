@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import sys
 import threading
 import time
@@ -28,11 +27,11 @@ from weightsync.sink.intake import Intake, time_for
 from weightsync.sink.sweep import Sweeper
 from weightsync.sink.writer import ChainWriter
 from weightsync.types import Deadline, Version
+from weightsync.types.process import lines_from
 from weightsync.types.scarcity import is_passing
 from weightsync.types.sink import Begun, Claimed, SinkConfig, SinkEvent, Stored, Trouble
 
 _WAIT_S = 2.0
-_LOOK_EVERY_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 
 _logger = logging.getLogger("weightsync.sink.main")  # it runs as __main__
@@ -43,7 +42,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    lines = _lines(0, int(sys.argv[1]))
+    lines = lines_from(0, int(sys.argv[1]))
     config = msgspec.json.decode(next(lines, b""), type=SinkConfig)
     ended, until = threading.Event(), [0.0]
     closing: list[Callable[[], None]] = []
@@ -87,20 +86,6 @@ def _scarcity_told() -> Iterator[None]:
         if isinstance(error, WeightSyncError) or not is_passing(error):
             raise
         raise BusyError(f"the store's writer lacks memory, threads or files: {error!r}") from error
-
-
-def _lines(fd: int, trainer: int) -> Iterator[bytes]:
-    """What the trainer says; ends when it is gone, though its forked child keeps this open."""
-    held = b""
-    while True:
-        is_gone = os.getppid() != trainer  # what it said before is read
-        if select.select([fd], [], [], 0.0 if is_gone else _LOOK_EVERY_S)[0]:
-            if not (more := os.read(fd, 1 << 16)):
-                return
-            *lines, held = (held + more).split(b"\n")
-            yield from lines
-        elif is_gone:
-            return
 
 
 def _listen(

@@ -20,8 +20,8 @@ from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.extract.glance import Glance, Pairs
 from weightsync.extract.module import PLAIN, refuse_fsdp1, refuse_stretches
 from weightsync.extract.named import NamedTensorsExtractor
-from weightsync.module_walk import ModuleTensors, clean_name, unwrapped
-from weightsync.trainer.segment_writer import Place, picker
+from weightsync.module_walk import ModuleTensors, clean_name, picker, unwrapped
+from weightsync.trainer.segment_writer import Place
 from weightsync.types import Box, TensorSpec
 
 _layout, _is_meta = attrgetter("layout"), attrgetter("is_meta")

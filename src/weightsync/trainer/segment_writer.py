@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from weightsync.errors import InvalidRequestError
 from weightsync.many import MANY, plain_addresses
 from weightsync.memory import SharedSegment
 from weightsync.memory.folder import path_of
+from weightsync.module_walk import picker
 from weightsync.plan.safetensors import Layout
 from weightsync.tensors import cut_out, has_its_memory, tensor_from_bytes, torch_dtype
 from weightsync.trainer.buffer import WriteTurn
@@ -316,15 +316,6 @@ class SegmentWriter:
         if pinned is not None and pinned[1] is not None:
             with torch.cuda.device(pinned[1]):  # another thread's own device may be one that this rank never uses
                 torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
-
-
-def picker(positions: Sequence[int], num: int) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-    """What takes the tensors at these positions out of `num`, in a loop that runs in C."""
-    if list(positions) == list(range(num)):
-        return lambda tensors: tensors
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    return lambda tensors: [tensors[position] for position in positions]
 
 
 def write_header(memory: memoryview, layout: Layout, stamp: Version | None, model_id: str) -> None:

@@ -10,13 +10,15 @@ import contextlib
 import functools
 import inspect
 import os
+import select
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from weightsync.errors import StateError
 
 _T = TypeVar("_T")
+_LOOK_EVERY_S = 0.5  # for a parent that is gone
 _CLOSES = frozenset({"close", "remove", "__exit__"})
 
 _forgotten: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
@@ -25,6 +27,20 @@ _forgotten: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.Weak
 def num_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def lines_from(fd: int, parent: int) -> Iterator[bytes]:
+    """The lines that a parent writes into a pipe; ends when it is gone, though its forked child keeps the pipe open."""
+    held = b""
+    while True:
+        is_gone = os.getppid() != parent  # what it said before is read
+        if select.select([fd], [], [], 0.0 if is_gone else _LOOK_EVERY_S)[0]:
+            if not (more := os.read(fd, 1 << 16)):
+                return
+            *lines, held = (held + more).split(b"\n")
+            yield from lines
+        elif is_gone:
+            return
 
 
 def of_one_process(kind: type[_T]) -> type[_T]:

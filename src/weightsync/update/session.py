@@ -13,6 +13,7 @@ import collections
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from typing import Concatenate, TypeVar
 
 from weightsync.errors import DigestMismatchError, EngineError
 from weightsync.observe import Recorder, paused_s
@@ -33,6 +34,8 @@ from weightsync.types import (
     StageRequest,
     Version,
 )
+
+_R = TypeVar("_R")
 
 COMMIT_S = 10.0
 """How long a commit may take before paused engines go on without it."""
@@ -100,7 +103,7 @@ class UpdateSession:
         """Opens the session on every engine; with `base` it takes changes of that alone."""
         deadline_s = self._deadline.check("time to begin")
         request = BeginRequest(session=self.name, manifest=manifest, deadline_s=deadline_s, base=base)
-        replies = self._call("begin", lambda left: self._client.begin(request, timeout_s=left))
+        replies = self._call("begin", self._client.begin, request)
         self._pauses_first = any(
             reply.pauses_first or (base is None and reply.writes_live) for reply in replies.values()
         )
@@ -139,8 +142,7 @@ class UpdateSession:
                 have other checksums of their live weights.
             WeightSyncError: an engine failed, or the deadline is over.
         """
-        stage = StageRequest(session=self.name, manifest=manifest)
-        staged = self._call("stage", lambda left: self._client.stage(stage, timeout_s=left))
+        staged = self._call("stage", self._client.stage, StageRequest(session=self.name, manifest=manifest))
         self._compare(staged)
         return _check_proofs(staged, manifest)
 
@@ -153,16 +155,14 @@ class UpdateSession:
         """
         if not self._paused:
             self._pause(lease_s=self._pause_timeout_s + COMMIT_S)
-        commit = CommitRequest(session=self.name)
-        committed = self._call("commit", lambda left: self._client.commit(commit, timeout_s=left))
+        committed = self._call("commit", self._client.commit, CommitRequest(session=self.name))
         for who, reply in committed.items():
             if reply.version != self._version:
                 raise EngineError(
                     f"it answered commit well and serves {reply.version}", peer=who, version=str(self._version)
                 )
         self._compare(committed)
-        resume = ResumeRequest(session=self.name)
-        self.resumed = self._call("resume", lambda left: self._client.resume(resume, timeout_s=left))
+        self.resumed = self._call("resume", self._client.resume, ResumeRequest(session=self.name))
 
     def abort(self, reason: str) -> None:
         """Never raises: engines that hear nothing end the session at its own deadline. The log says which."""
@@ -181,7 +181,7 @@ class UpdateSession:
         request = PauseRequest(
             session=self.name, timeout_s=min(self._pause_timeout_s, left), lease_s=min(lease_s, left)
         )
-        self._call("pause", lambda left: self._client.pause(request, timeout_s=left))
+        self._call("pause", self._client.pause, request)
         self._paused = True
 
     def _compare(self, replies: Mapping[str, EngineReply]) -> None:
@@ -189,9 +189,11 @@ class UpdateSession:
         for who in unequal(self.checksums):
             raise DigestMismatchError(OTHER_CHECKSUM, peer=who, version=str(self._version))
 
-    def _call(self, name: str, step: Callable[[float], Mapping[str, EngineReply]]) -> Mapping[str, EngineReply]:
+    def _call(
+        self, name: str, step: Callable[Concatenate[_R, ...], Mapping[str, EngineReply]], request: _R
+    ) -> Mapping[str, EngineReply]:
         with self._recorder.phase(f"wait for {name}"):  # the phases of that name are the engines' own
-            replies = step(self._deadline.check(f"time to {name}"))
+            replies = step(request, timeout_s=self._deadline.check(f"time to {name}"))
         self._note(replies)
         return replies
 

@@ -53,8 +53,7 @@ def test_an_agent_that_can_have_no_thread_ends_with_its_trainer(monkeypatch: pyt
         raise RuntimeError("can't start new thread")
 
     ended: list[str] = []
-    monkeypatch.setattr(main, "_input", lambda _: b"")
     monkeypatch.setattr(main, "_end", lambda: ended.append("ended"))
     monkeypatch.setattr(threading.Thread, "start", fails)
-    main._end_with(1, [lambda: None])
+    main._end_with(iter(()), [lambda: None])
     assert ended == ["ended"]

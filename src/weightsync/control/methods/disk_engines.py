@@ -24,10 +24,9 @@ from weightsync.handles.sglang_api import SGLangApi
 from weightsync.handles.sglang_messages import PauseMode, UpdateFromDisk
 from weightsync.handles.stepped import check_choice
 from weightsync.handles.vllm_api import VllmHttpApi
-from weightsync.net.client import JsonClient
 from weightsync.types import Deadline, Version
 
-_A = TypeVar("_A", bound=JsonClient)
+_A = TypeVar("_A", bound=SGLangApi | VllmHttpApi)
 Running = Literal["keep", "abort"]
 KvCache = Literal["clear", "keep"]
 
@@ -126,8 +125,8 @@ class DiskEngine(abc.ABC, Generic[_A]):
     @abc.abstractmethod
     def _checksum(self, timeout_s: float) -> tuple[str, ...]: ...
 
-    @abc.abstractmethod
-    def _resume(self, deadline: Deadline) -> None: ...
+    def _resume(self, deadline: Deadline) -> None:
+        self._api.resume(timeout_s=deadline.check("time to resume"))
 
     def _is_paused(self, deadline: Deadline) -> bool:
         """Whether it says so, where it can be asked."""
@@ -165,9 +164,6 @@ class SGLangDisk(DiskEngine[SGLangApi]):
         if not reply.ranks:
             raise EngineError("it answered with a checksum of nothing", peer=self.name)
         return tuple(rank.per_gpu_checksum for rank in reply.ranks)
-
-    def _resume(self, deadline: Deadline) -> None:
-        self._api.resume(timeout_s=deadline.check("time to resume"))
 
 
 class VllmReloadApi(VllmHttpApi):
@@ -209,9 +205,6 @@ class VllmDisk(DiskEngine[VllmReloadApi]):
     def _checksum(self, timeout_s: float) -> tuple[str, ...]:
         sums = self._api.checksums(timeout_s=timeout_s)
         return (hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest(),)
-
-    def _resume(self, deadline: Deadline) -> None:
-        self._api.resume(timeout_s=deadline.check("time to resume"))
 
     def _is_paused(self, deadline: Deadline) -> bool:
         return self._api.is_paused(timeout_s=deadline.check("answer"))
