@@ -277,15 +277,8 @@ def test_a_controller_that_is_killed_comes_back_at_its_port_and_learns_what_is_s
     running.note()
     pid = controller.ready(timeout_s=ASK_S).pid
     os.kill(pid, signal.SIGKILL)
-
-    def back() -> bool:
-        with contextlib.suppress(EngineUnreachableError):
-            return controller.ready(timeout_s=ASK_S).pid != pid
-        return False
-
-    wait_until(back, "Ray has started it again", 60.0)
-    wait_until(lambda: controller.status().models, "it is at its port")
-    running.fleet.wait_live(timeout_s=100)
+    running.fleet.wait_live(timeout_s=100)  # seen red: it failed at once, though Ray starts the controller again
+    assert controller.ready(timeout_s=ASK_S).pid != pid
     assert running.gate(), "it has learnt what is served"
 
     def answers() -> bool:

@@ -46,6 +46,8 @@ class RayFleet:
         placement: FleetPlacement,
         options: Mapping[str, Any],
         stack: contextlib.ExitStack,
+        *,
+        controller_returns: bool,
     ) -> None:
         self.controller = controller
         self.services: dict[str, RayService] = {}
@@ -55,6 +57,7 @@ class RayFleet:
         self._placement = placement
         self._options = {**actor_options(placement.service), **options}
         self._stack = stack
+        self._controller_returns = controller_returns
         self._bundles: dict[str, tuple[Any, int]] = {}
 
     def add_service(self, *, timeout_s: float) -> RayService:
@@ -108,7 +111,7 @@ class RayFleet:
 
         Raises:
             DeadlineExceededError: not in time; says who does not, and why.
-            EngineUnreachableError: the controller is gone.
+            EngineUnreachableError: the controller is gone; where Ray may start it again, it did not in time.
         """
         wanted, deadline = service_ids or tuple(self.services), Deadline(timeout_s)
         found: dict[str, InstanceStatus] = {}
@@ -119,6 +122,10 @@ class RayFleet:
             except DeadlineExceededError:
                 if not deadline.expired:
                     raise
+            except EngineUnreachableError:
+                if deadline.expired or not self._controller_returns:
+                    raise
+                found = {}
             missing = {who: found.get(who) for who in wanted if who not in found or found[who].state != "live"}
             if not missing:
                 return
@@ -197,7 +204,10 @@ def launch_fleet(
             reserved(bundles, spread=placement.spread, timeout_s=deadline.check("room for the services"))
         )
         context = dataclasses.replace(context, controller=controller.address)
-        fleet = RayFleet(controller, context, build, placement, service_options or {}, stack)
+        fleet = RayFleet(
+            controller, context, build, placement, service_options or {}, stack,
+            controller_returns=bool((controller_options or {}).get("max_restarts")),
+        )  # fmt: skip
         stack.callback(lambda: end(list(fleet.services.values())))
         for index in range(num_services):
             name = f"service-{index}"

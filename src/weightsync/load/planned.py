@@ -376,8 +376,9 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
                     self._module, load, manifest.tensors, names=names, doubts=unsure, unloaded=self._unloaded()
                 )
 
-    def _compare(self) -> None:
-        """After a full load: which live elements are those that were staged, to the bit."""
+    def _compare(self, *, are_equal: bool = False) -> None:
+        """After a full load: which live elements are those that were staged, to the bit; `are_equal`: it was looked,
+        and all are."""
         self.proved = self._compared = False
         if self.writes_live or self._plan is None:
             return
@@ -385,7 +386,7 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
             _logger.info("%s lies elsewhere since it was loaded: the next version finds it there", name)
             self._plan, self.marked = None, {}
             return
-        self._plan = self._plan.without(self._plan.compare(self._staging))
+        self._plan = self._plan.without({} if are_equal else self._plan.compare(self._staging))
         self.marked = dict(self._plan.marked)
         self._compared = self._covered
         self.proved = self._covered and not self.marked

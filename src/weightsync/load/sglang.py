@@ -339,7 +339,7 @@ class SGLangWeightLoader(PlannedLoader):
         if taken:  # what is left of the staging is no whole version
             self._plan = None
         else:
-            self._compare()
+            self._compare(are_equal=True)  # `_read_again` has looked, in the pause: once is enough
             self._base = version
         self._healthy = True
 

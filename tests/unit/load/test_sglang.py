@@ -320,6 +320,15 @@ def test_a_bracket_that_ends_before_a_byte_came_leaves_no_trace() -> None:
     patched(loader, new, "attn.k_proj.weight", 7.0, 3)
 
 
+@pytest.mark.usefixtures("trusted")
+def test_a_commit_reads_live_weights_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is paused for that long. Seen red: twice."""
+    loader, looked, equal = SGLangWeightLoader(Model()), [], torch.equal
+    monkeypatch.setattr(torch, "equal", lambda one, other: bool(looked.append(one)) or equal(one, other))
+    sync(loader, weights(1), 1)
+    assert (loader.proved, len(looked)) == (True, len(weights(1)))
+
+
 def test_a_layer_that_may_compute_with_something_else_takes_whole_versions() -> None:
     model = Model()
     model.attn.o_proj.quant_method = object()  # type: ignore[assignment]
