@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import weightsync
 from tests.multiproc.spine import Engine, build, cast_bytes, client_of
 from tests.standins.processes import children, free_port
 from weightsync import EmbeddedEngine, ModuleWeightLoader, PushSync, WeightSyncConfig, extractor_for
@@ -119,6 +120,18 @@ def test_parts_of_the_wrong_kind_are_refused_in_words(wrong: dict[str, object], 
     parts: dict[str, object] = {"extractor": ModuleWeightExtractor(torch.nn.Linear(1, 1)), **wrong}
     with pytest.raises(ConfigError, match=words):
         PushSync(**parts)  # type: ignore[arg-type]
+
+
+def test_time_outs_that_are_given_come_before_those_of_the_configuration() -> None:
+    """Seen red: a TypeError, and of `push` behind the engines' answers."""
+    extractor, model = ModuleWeightExtractor(torch.nn.Linear(1, 1)), torch.nn.Linear(1, 1)
+    config = WeightSyncConfig.load({"transfer": {"transfer_timeout_s": 9.0, "join_timeout_s": 3.0}})
+    push = PushSync.from_config(config, extractor, transfer_timeout_s=7.0, dtype="float32")
+    assert (push._transfer_timeout_s, push._join_timeout_s, push._parts.dtype) == (7.0, 3.0, "float32")
+    with weightsync.push(model, [torch.nn.Linear(1, 1).bfloat16()], config=config, pause_timeout_s=2.0) as pusher:
+        assert (pusher.sync._transfer_timeout_s, pusher.sync._parts.pause_timeout_s) == (9.0, 2.0)
+    with pytest.raises(ConfigError, match="join_timeout_s"):
+        weightsync.push(model, [model], config=config, join_timeout_s=-1.0)
 
 
 def test_a_config_asks_for_changes_with_a_codec_of_its_own_or_the_callers() -> None:

@@ -63,6 +63,7 @@ _logger = logging.getLogger(__name__)
 GRACE_S = 2.0
 """So long after its deadline a failed sync may still be: engines are told to abort, and the group is given up."""
 
+TIME_OUTS = ("transfer_timeout_s", "join_timeout_s", "pause_timeout_s")
 _AFTER_A_FAILURE = "engines serve their old version or refuse to serve; the next sync goes on with those that answer"
 _SETTLE_MARGIN_S = 5.0  # how much longer than a sync ranks wait for each other to say how it ended
 
@@ -178,21 +179,16 @@ class PushSync:
         config = _as_read(config)
         _check_kinds(extractor, client, None, None)
         check_extractor(config, extractor)
-        transfer = config.transfer
-        if transfer.delta:
+        said = {key: options.pop(key) for key in TIME_OUTS if key in options}
+        config = config.model_copy(update={"transfer": config.transfer.model_copy(update=said)})
+        if config.transfer.delta:
             options.setdefault("codec", _changes_codec())
             if options["codec"].passes_through:
                 raise ConfigError(f"transfer.delta is true, and codec {options['codec'].name} sends whole tensors")
-        options = {"model_id": config.inference_service.model_tag, "run_id": config.run_id, **options}
+        values = {key: getattr(config.transfer, key) for key in TIME_OUTS}
+        values |= {"model_id": config.inference_service.model_tag, "run_id": config.run_id}
         return cls(
-            extractor,
-            client,
-            strategy=strategy_for(config),
-            dtype=config.extract.dtype,
-            transfer_timeout_s=transfer.transfer_timeout_s,
-            join_timeout_s=transfer.join_timeout_s,
-            pause_timeout_s=transfer.pause_timeout_s,
-            **options,
+            extractor, client, **{"strategy": strategy_for(config), "dtype": config.extract.dtype, **values, **options}
         )
 
     def initialize(self, *, require_all: bool = True) -> None:

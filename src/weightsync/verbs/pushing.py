@@ -40,7 +40,7 @@ from weightsync.handles.by_url import read_engine_url
 from weightsync.handles.fanout import EngineFanout
 from weightsync.handles.sglang import SGLangEngine
 from weightsync.net.routes import address_towards
-from weightsync.trainer.push import PushSync
+from weightsync.trainer.push import TIME_OUTS, PushSync
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import EngineHandle, SyncReport
 from weightsync.types.closing import Closing
@@ -106,7 +106,7 @@ def push(
         config: a YAML file, a mapping or a `WeightSyncConfig`.
         verify: see `JsonClient`, of the engines.
         alone: this process pushes by itself, see `PushSync`; no other rank calls it.
-        options: further arguments of `PushSync`: run_id, require_all_engines, recorder, codec.
+        options: further arguments of `PushSync`: transfer_timeout_s, run_id, require_all_engines, recorder, codec, ...
 
     Raises:
         ConfigError: a setting makes no sense, on any rank; or a URL has no engine that can be pushed to.
@@ -117,7 +117,8 @@ def push(
     """
     check_options(push, options, PushSync)
     lora = lora_choice(weights, adapter=adapter, merge=merge, base=base)
-    settings = with_transfer(with_extract(loaded(config), dtype=dtype), strategy=strategy, delta=delta)
+    times = {key: options.pop(key, None) for key in TIME_OUTS}
+    settings = with_transfer(with_extract(loaded(config), dtype=dtype), strategy=strategy, delta=delta, **times)
     settings = settings if lora is None else lora.settings(settings, dtype_given=dtype is not None)
     settings = settings.for_method("push")
     ranks = TrainingRanks(timeout_s=settings.transfer.join_timeout_s + _MARGIN_S, alone=alone)
