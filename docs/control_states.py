@@ -50,7 +50,8 @@ _COLORS = {
 _HEAD = """\
 # States of a model
 
-Drawn from the code: `python docs/control_states.py > docs/control-states.md` writes this page, and a test
+You want to know what a controller does next, in every state. Drawn from the code:
+`python docs/control_states.py > docs/control-states.md` writes this page, and a test
 compares. Every event was tried in every state that small numbers lead to, under every policy of the mode, but for a
 sync that is asked for by hand, or since instances came or went: it begins when no sync, retry or validation is in its
 way. What the modes and the words mean: [when to sync](control.md).

@@ -8,11 +8,12 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import releases
+import typer
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -23,6 +24,7 @@ from weightsync import _config_foreign as foreign
 from weightsync import _config_problems as problems
 from weightsync import _config_reads as reads
 from weightsync import config as schema
+from weightsync.cli import app
 from weightsync.errors import ConfigError
 
 _BENCH = Path(__file__).resolve().parents[1] / "bench"
@@ -144,6 +146,33 @@ def arguments_table(called: Callable[..., Any]) -> str:
     return _markdown(("argument", "default", "meaning"), rows)
 
 
+def commands_table() -> str:
+    """What each command does, in one sentence."""
+    rows = [(f"`weightsync {name}`", each.get_short_help_str(500)) for name, each in _commands().items()]
+    return _markdown(("command", "it"), rows)
+
+
+def command_options_table() -> str:
+    """The arguments and options of each command, in the words of its `--help`."""
+    rows = []
+    for command, each in _commands().items():
+        for option in each.params:
+            name = (
+                (option.metavar or option.name.upper())
+                if option.param_type_name == "argument"
+                else " / ".join([*option.opts, *option.secondary_opts])
+            )
+            default = "" if option.default is None or callable(option.default) else f"`{option.default}`"
+            variable = f" Variable: `{option.envvar}`." if option.envvar else ""
+            rows.append((f"`{command}`", f"`{name}`", default, f"{option.help}{variable}".replace("|", "\\|")))  # type: ignore[attr-defined]
+    return _markdown(("command", "option", "default", "meaning"), rows)
+
+
+def _commands() -> Mapping[str, Any]:
+    commands: Mapping[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return commands
+
+
 def _meanings(docstring: str) -> dict[str, str]:
     """What a Google docstring says of each argument; `a, b: text` counts for both."""
     section = re.search(r"^(?:Args|Attributes):\n((?:[ ]{4}.*\n|\n)+)", docstring + "\n", re.MULTILINE)
@@ -235,6 +264,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "weight-manager-arguments": lambda: arguments_table(weightsync.WeightManager),
     "push-sync-arguments": lambda: arguments_table(weightsync.PushSync),
     "rollout-config-arguments": lambda: arguments_table(weightsync.RolloutConfig),
+    "commands": commands_table,
+    "command-options": command_options_table,
     "measured": measured_table,
     "documents": documents.tables,
 }

@@ -100,7 +100,7 @@ class OffloadReport:
     why: str | None = None
 
     def __str__(self) -> str:
-        """One line for a log: `v3: 33.0 MB in 0.14 s, published`."""
+        """One line for a log: `v3: 33.0 MB copied in 0.14 s, published`."""
         how = "published" if self.published else f"not published: {self.why}"
         waited = f", of which it waited {1e3 * self.waited_s:.0f} ms for a segment" if self.waited_s >= 1e-3 else ""
         return f"v{self.version.number}: {self.copied_bytes / 1e6:.1f} MB copied in {self.seconds:.2f} s{waited}, {how}"
