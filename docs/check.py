@@ -106,9 +106,7 @@ def problems(page: Path) -> Iterator[str]:
     if page.parent == ROOT / "docs":
         yield from _name_problems(_FENCE.sub("", text))
         yield from _quote_problems(text)
-        if page.name != "README.md" and not re.search(
-            r"\A# .+\n\nYou ", text
-        ):
+        if page.name != "README.md" and not re.search(r"\A# .+\n\nYou ", text):
             yield 'the page begins with what its reader wants to do: "You want to ..."'
         if page.name not in _LONG and _num_lines(text) > MOST_LINES:
             yield f"the page has {_num_lines(text)} lines; two screens are {MOST_LINES}: split it by what readers want"

@@ -164,7 +164,7 @@ def command_options_table() -> str:
             )
             default = "" if option.default is None or callable(option.default) else f"`{option.default}`"
             variable = f" Variable: `{option.envvar}`." if option.envvar else ""
-            rows.append((f"`{command}`", f"`{name}`", default, f"{option.help}{variable}".replace("|", "\\|")))  # type: ignore[attr-defined]
+            rows.append((f"`{command}`", f"`{name}`", default, f"{option.help}{variable}".replace("|", "\\|")))
     return _markdown(("command", "option", "default", "meaning"), rows)
 
 
