@@ -33,6 +33,9 @@ BLOCK = 4096
 NUM_BLOCKS = 6
 MAX_GROWTH_BYTES = 64 << 20
 SHORT, LONG = 150, 5_000
+BATCH = 500
+"""Cases that hypothesis is given at once: it keeps what it has tried, and of thousands that is more than what is looked
+for here."""
 
 
 def in_own_process(fuzz: Callable[[Served, int], None], num_cases: int, *, timeout_s: float) -> None:
@@ -43,7 +46,8 @@ def in_own_process(fuzz: Callable[[Served, int], None], num_cases: int, *, timeo
 
 def run_fuzz(fuzz: Callable[[Served, int], None], num_cases: int) -> None:
     with served() as there:
-        fuzz(there, num_cases)
+        for _ in range(0, num_cases, BATCH):
+            fuzz(there, min(num_cases, BATCH))
 
 
 @contextlib.contextmanager
