@@ -38,6 +38,7 @@ from weightsync.plan.boxes import whole_box
 from weightsync.tensors import byte_array
 from weightsync.trainer import offload_steps
 from weightsync.trainer.publisher import OffloadReport, WeightManager
+from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import Box, Deadline, Version
 from weightsync.types.transfer_messages import Transport
 
@@ -422,6 +423,32 @@ def test_a_rank_that_fails_is_told_to_all_and_the_next_offload_works() -> None:
             0: rank == 0, 2: rank == 0, 3: rank == 1, 6: rank == 0, 7: rank == 1
         }  # fmt: skip
         assert {what[:2] for what in raised.values()} == {("ExtractError", "mask")}
+
+
+class Cramped(offload_steps.LockstepExtraction):
+    """One that can't begin on rank 1, e.g. for want of memory."""
+
+    def __init__(self, *args: Any, ranks: TrainingRanks, **options: Any) -> None:
+        if ranks.rank == 1:
+            raise MemoryError("no room to gather")
+        super().__init__(*args, ranks=ranks, **options)
+
+
+def _one_rank_can_not_begin(rank: int, world_size: int) -> str:
+    model, whole = shard(build(1), "shard0", world_size), offload_steps.LockstepExtraction
+    with WeightManager("actor", dtype="bfloat16", guard_s=20.0) as wm:
+        offload_steps.LockstepExtraction = Cramped  # type: ignore[misc]
+        with pytest.raises(WeightSyncError) as caught:
+            wm.offload(Gathering(model, chunk_bytes=None), 1)
+        offload_steps.LockstepExtraction = whole  # type: ignore[misc]
+        assert wm.offload(Gathering(model, chunk_bytes=None), 2).published
+    return str(caught.value)
+
+
+def test_a_rank_that_can_not_begin_to_gather_is_told_to_all() -> None:
+    """Seen red: the others were in another collective, and gloo ended their processes."""
+    for said in run_ranks(_one_rank_can_not_begin, 2):
+        assert "no room to gather" in said
 
 
 # Memory, and what a reader may cost the trainer.

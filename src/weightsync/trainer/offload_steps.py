@@ -243,7 +243,7 @@ class OffloadSteps:
         copied_bytes = 0
         try:
             host = self._hosts[self._ranks.rank]
-            if host in acquired.segments:
+            if host in acquired.segments and (not self.gathers or self._ranks.rank == 0):  # who writes
                 layout = self._plan.layouts[self._plan.hosts.index(host)]
                 self._writer.aim(acquired.segments[host], layout, acquired.turn, self._model_id)
             if isinstance(agreed.weights, list):

@@ -37,6 +37,9 @@ _OR_SLOW = (
 )
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _ROUND_S = 1.0  # after so long ranks that wait tell each other that they are still there
+_GOES_ON, _STOPS = -1, -2
+"""What a rank says that agrees; one that exchanges says how long its text is."""
+
 _T = TypeVar("_T")
 
 
@@ -95,20 +98,15 @@ class TrainingRanks:
             raise
 
     def agree(self, failed: bool) -> bool:
-        """Whether any rank failed. One byte a rank.
+        """Whether any rank failed. One that is in an `exchange` instead has: it left what the others agree on, and they
+        are to follow it there.
 
         Raises:
             TrainerRankError: a rank is gone, or did not answer in time.
         """
         if self._thread is None:
             return failed
-
-        def job(held: dict[str, Any]) -> bool:
-            flag = torch.tensor([1 if failed else 0], dtype=torch.uint8)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=held[_GROUP])
-            return bool(flag.item())
-
-        return self._native(job)
+        return bool((self._native(lambda held: self._said(held, _STOPS if failed else _GOES_ON)) != _GOES_ON).any())
 
     def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Gives every rank what every rank said, by rank, as JSON.
@@ -121,9 +119,8 @@ class TrainingRanks:
         text = json.dumps(mine).encode()
 
         def job(held: dict[str, Any]) -> list[bytes]:
-            sizes = torch.zeros(self.world_size, dtype=torch.int64)
-            sizes[self.rank] = len(text)
-            dist.all_reduce(sizes, group=held[_GROUP])
+            while ((sizes := self._said(held, len(text))) < 0).any():
+                pass  # some ranks agree: they hear from this that one has left, and come
             longest = int(sizes.max())
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -132,6 +129,14 @@ class TrainingRanks:
             return [bytes(part[: int(size)].numpy()) for part, size in zip(gathered, sizes, strict=True)]
 
         return [json.loads(reply) for reply in self._native(job)]
+
+    def _said(self, held: dict[str, Any], mine: int) -> torch.Tensor:
+        """What each rank says in a number. `agree` and `exchange` both begin with it, so that they pair: gloo ends the
+        process where two collectives of other sizes meet."""
+        numbers = torch.zeros(self.world_size, dtype=torch.int64)
+        numbers[self.rank] = mine
+        dist.all_reduce(numbers, group=held[_GROUP])
+        return numbers
 
     def settle(self, error: WeightSyncError | None, **mine: Any) -> list[dict[str, Any]]:
         """`exchange` that raises on every rank if any rank has an error: its own, else the first other's, typed.

@@ -16,7 +16,15 @@ from tests.standins.processes import children, free_port, in_gloo_world, run_ran
 from weightsync.codec.base import Codec
 from weightsync.codec.full import FullCodec, FullEncoder
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import ExtractError, LoadError, SyncFailedError, TrainerRankError, VersionError, WeightSyncError
+from weightsync.errors import (
+    ExtractError,
+    LoadError,
+    SyncFailedError,
+    TrainerRankError,
+    TransferAbortedError,
+    VersionError,
+    WeightSyncError,
+)
 from weightsync.extract.module import ModuleWeightExtractor
 from weightsync.handles.fanout import EngineFanout
 from weightsync.load.module import ModuleWeightLoader
@@ -105,6 +113,33 @@ def test_an_error_on_any_rank_is_raised_on_every_rank_and_both_stay_in_step() ->
             assert all(what["faulty"] == faulty for what in exchanged)
             assert [len(what["text"]) for what in exchanged] == [0, 1000]
             assert agreed is True
+
+
+def left_early(rank: int, world_size: int) -> list[Any]:
+    """Rank 1 fails before it comes to what the others agree on, and tells it where all meet afterwards."""
+    ranks = TrainingRanks(timeout_s=20)
+    said: list[Any] = []
+    for again in range(3):
+        error: WeightSyncError = LoadError(f"no room {again}")
+        if rank != 1:
+            said.append(ranks.agree(False))
+            error = TransferAbortedError("another training rank stopped")
+        try:
+            ranks.settle(error)
+        except WeightSyncError as caught:
+            said.append(facts(caught))
+        said.append([what["rank"] for what in ranks.exchange({"rank": rank})])
+    return said
+
+
+def test_a_rank_that_leaves_an_agreement_early_stops_the_others() -> None:
+    """Seen red: gloo ended the healthy rank's process, as two collectives of other sizes met."""
+    zero, one, two = run_ranks(left_early, 3)
+    for said in (zero, two):
+        assert said[0::3] == [True] * 3
+        assert [kind for kind, _ in said[1::3]] == ["LoadError"] * 3, "the cause, on every rank"
+    assert one[0::2] == [("LoadError", f"no room {again}") for again in range(3)]
+    assert zero[2::3] == one[1::2] == two[2::3] == [[0, 1, 2]] * 3, "and all are in step"
 
 
 def lonely(rank: int, world_size: int, conn: Any) -> Any:
