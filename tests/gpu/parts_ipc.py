@@ -11,6 +11,7 @@ import torch
 
 from tests.gpu.timing import Bench, model_of, same_bits, words_of
 from tests.standins.processes import Child, children
+from weightsync.codec.tensor_digest import packed_digests
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
 from weightsync.extract.module import ModuleWeightExtractor
@@ -299,6 +300,15 @@ def prove_streams() -> None:
             running.finish()
         assert seen == [True]
         model.weight.data.zero_()
+    filled = [torch.zeros(1 << 22, device="cuda") for _ in range(2)]  # large: each is another thread's
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(CYCLES)
+        for tensor in filled:
+            tensor.fill_(3.0)
+        taken = packed_digests(filled)
+    torch.cuda.synchronize()
+    assert taken == packed_digests(filled), "digests are of what was queued, and not of what was there before"
     for packed in (False, True):
         weight = torch.zeros(1 << 20, device="cuda")
         torch.cuda.synchronize()

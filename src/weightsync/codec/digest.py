@@ -24,7 +24,7 @@ from weightsync.codec.model_digest import (
     seeds_of,
     sum_of_runs,
 )
-from weightsync.codec.tensor_digest import host_bytes, is_plain
+from weightsync.codec.tensor_digest import host_bytes, is_plain, wait_filled
 from weightsync.errors import InvalidRequestError, ManifestMismatchError
 from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import box_runs, check_partition, one_run, split_box, whole_box
@@ -112,6 +112,7 @@ class PartSums:
         def one(block: Box) -> tuple[int, int]:
             return block_lanes(host_bytes(cut_out(tensor, block, origin=box.offset)), spec, block)
 
+        wait_filled([tensor])
         self._on_host += added(map_all(one, blocks_of(box, spec)))
 
     def _added_there(self, spec: TensorSpec, box: Box, tensor: torch.Tensor) -> bool:

@@ -50,6 +50,7 @@ def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def packed_digests(tensors: Sequence[torch.Tensor]) -> bytes:
     """The 16 bytes of `tensor_digest` of each, one behind the other, on all cores."""
+    wait_filled(tensors)
     large = [index for index, tensor in enumerate(tensors) if tensor.nbytes > SMALL_BYTES]
     if not large:
         return b"".join(map_all(_digests_of_small, _batches(tensors)))
@@ -75,6 +76,7 @@ def bucket_digests(bucket: torch.Tensor, offsets: Sequence[int], sizes: Sequence
         bucket: 1-D uint8, contiguous, on any device.
         offsets, sizes: bytes, one a tensor; the ranges lie in the bucket.
     """
+    wait_filled([bucket])
     whole_bytes = _DEVICE_BYTES if _is_there(bucket) else PIECE_BYTES
 
     def run(cut: slice) -> list[bytes]:
@@ -94,6 +96,13 @@ def bucket_digests(bucket: torch.Tensor, offsets: Sequence[int], sizes: Sequence
     apart = [next_one - offset for offset, next_one in itertools.pairwise(offsets)]  # with what lies between them
     spans = list(map(max, sizes, [*apart, 0]))
     return list(itertools.chain.from_iterable(map_all(run, batches(spans, _RUN_BYTES))))
+
+
+def wait_filled(tensors: Sequence[torch.Tensor]) -> None:
+    """Waits for what the caller's streams still write: other threads read it next, each in a stream of its own."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:

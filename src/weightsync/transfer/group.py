@@ -14,10 +14,12 @@ here. Three facts shape it (all seen with gloo of torch 2.13):
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -39,6 +41,7 @@ from weightsync.transfer.native import NativeThread
 from weightsync.types import Deadline, TorchDistributedWeightSyncInitInfo
 
 _JOIN_POLL_S = 0.05
+_ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _STORE, _GROUP = "store", "group"  # what a group's thread holds
 
 
@@ -362,7 +365,23 @@ def _make_group(
         return dist.ProcessGroupGloo(prefix, rank, info.world_size, options)
     nccl_options = dist.ProcessGroupNCCL.Options()
     nccl_options._timeout = timedelta(seconds=info.transfer_timeout_s)
-    return dist.ProcessGroupNCCL(prefix, rank, info.world_size, nccl_options)
+    with _failures_are_ours():
+        return dist.ProcessGroupNCCL(prefix, rank, info.world_size, nccl_options)
+
+
+@contextlib.contextmanager
+def _failures_are_ours() -> Iterator[None]:
+    """Where a member of a group that is made here dies, or is late, torch's watchdog ends nobody's process: the caller
+    gets a typed error (`_wait_for_nccl`). Torch reads the variable as the group is made."""
+    before = os.environ.get(_ON_ERRORS)
+    os.environ[_ON_ERRORS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ON_ERRORS]
+        else:
+            os.environ[_ON_ERRORS] = before
 
 
 def _gloo_device(master_addr: str, interface: str | None) -> Any:

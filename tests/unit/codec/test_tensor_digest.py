@@ -6,6 +6,7 @@ A CPU's tensors stand for a device's: all but the pinning is the same code.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,3 +111,15 @@ def test_small_tensors_with_gaps_are_read_together(on_a_device: list[int], monke
     bucket = random_tensor((6400,), torch.uint8, 1)
     assert bucket_digests(bucket, offsets, sizes) == expected([bucket[offset : offset + 40] for offset in offsets])
     assert len(on_a_device) == 13
+
+
+def test_what_a_stream_still_writes_is_waited_for_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads read it on streams of their own. Which bytes they see then: tests/gpu/test_cuda_streams.py."""
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device))
+    )
+    there = [SimpleNamespace(is_cuda=True, device=f"cuda:{index}") for index in (1, 0, 1)]
+    module.wait_filled([*there, torch.zeros(1)])  # type: ignore[list-item]
+    assert sorted(waited) == ["cuda:0", "cuda:1"]

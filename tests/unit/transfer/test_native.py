@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import psutil
@@ -18,7 +20,7 @@ from tests.standins.processes import Child, children
 from tests.standins.threads import fail_starts
 from weightsync.errors import GroupJoinError, StateError, TransferAbortedError
 from weightsync.handles.fanout import in_thread
-from weightsync.transfer import native
+from weightsync.transfer import group, native
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
 from weightsync.transfer.group import OpenStore, join_group
 from weightsync.transfer.native import NativeThread, num_left_behind
@@ -260,3 +262,24 @@ def test_without_a_thread_no_group_is_made(monkeypatch: pytest.MonkeyPatch) -> N
     fail_starts(monkeypatch, "t")
     with pytest.raises(StateError, match="no thread can be started for a group"):
         NativeThread("t")
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_torch_ends_no_process_where_a_member_of_an_nccl_group_dies(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its watchdog does, as a group is made without this variable; other groups of the process keep what they have.
+    NCCL itself does not run here."""
+    name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, *args: Any) -> None:
+            seen.append(os.environ.get(name))
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setenv(name, before) if before else monkeypatch.delenv(name, raising=False)
+    info = SimpleNamespace(backend="nccl", transfer_timeout_s=3.0, world_size=2)
+    group._make_group(None, cast(Any, info), 0, Deadline(5), None)
+    assert (seen, os.environ.get(name)) == (["0"], before)
