@@ -329,7 +329,8 @@ class EmbeddedEngine:
             ours &= not self._committing  # the commit itself says whether its weights are whole, and which they are
         if ours and self._writes_before_commit():
             try:
-                whole = aborted and all(reply.serving for reply in self._described())
+                served = self._gate.version  # not what a commit that answered too late may have left behind
+                whole = aborted and all(reply.serving and reply.version == served for reply in self._described())
             except WeightSyncError:
                 whole = False
             if whole:

@@ -68,13 +68,16 @@ class ShardPatch:
             self._parts[key] = update.name, chosen
 
     def gather(self) -> None:
-        """Reads what is there now.
+        """Reads what is there now. Where no live element changes, some are looked at all the same: vLLM's sleep leaves
+        other bytes at the same places.
 
         Raises:
             LoadError: a live element is not the base's, or can't be read.
         """
         self._whole.gather()
         self._live.gather()
+        if not self._parts and (odd := self._plan.glance(self._base)) is not None:
+            raise LoadError("live elements are not those of the version that is served", parameter=odd)
         before = {change.spec.name: change.old for change in self._whole.changes()}
         for change in self._live.changes():
             name, chosen = self._parts[change.spec.name]

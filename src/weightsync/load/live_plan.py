@@ -106,6 +106,28 @@ class LivePlan:
                     odd[name] = f"{piece.owner} does not hold it as it came: {why}"
         return odd
 
+    def glance(self, whole: Mapping[str, torch.Tensor]) -> str | None:
+        """A tensor of which the first or the last live element of a piece is not that of `whole`; None where none is.
+
+        Args:
+            whole: see `compare`.
+        """
+        ends: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+        for name, found in self.pieces.items():
+            for piece in found:
+                if not piece.live.numel():
+                    continue
+                last = tuple(start + size - 1 for start, size in zip(piece.box.offset, piece.box.shape, strict=True))
+                live, there = _bits(piece.live), _bits(whole[name])
+                kind = ends.setdefault((live.dtype, live.device), [])
+                kind.append((name, live[(0,) * len(last)].reshape(-1), there[piece.box.offset].reshape(-1)))
+                kind.append((name, live[(-1,) * len(last)].reshape(-1), there[last].reshape(-1)))
+        for (_, device), looked in ends.items():
+            _, live_ones, there_ones = zip(*looked, strict=True)  # one question a device
+            if not torch.equal(torch.cat(live_ones), torch.cat(there_ones).to(device)):
+                return next(name for name, one, other in looked if not torch.equal(one, other.to(device)))
+        return None
+
     def write(self, whole: Mapping[str, torch.Tensor]) -> None:
         """Puts all elements of whole tensors where they are live, without the model's loader.
 

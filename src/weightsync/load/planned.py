@@ -275,7 +275,11 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
                 self._write_all("more differs than is written element by element")
                 base.copy_(tensor)
             elif found.positions.numel():
-                patch.add(found)
+                try:
+                    patch.add(found)
+                except (RuntimeError, MemoryError) as error:  # no room for it; to write all needs none
+                    self._write_all(f"a change can't be made ready: {error}")
+                    base.copy_(tensor)
             self._loaded.add(update.name)
 
     def _prepare_whole(self) -> None:
@@ -284,8 +288,8 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
             return
         try:
             self.prepare_patch()
-        except LoadError as error:
-            self._write_all(str(error))
+        except (LoadError, RuntimeError, MemoryError) as error:
+            self._write_all(f"a change can't be made ready: {error}")
 
     def _write_all(self, why: str) -> None:
         """The open bracket goes on as one of a version that is loaded in full."""

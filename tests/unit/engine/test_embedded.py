@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.multiproc.pull_kit import wait_until
 from tests.unit.host.fakes import (
     LONG_S,
     RUN,
@@ -298,6 +299,32 @@ def test_in_place_an_abort_before_the_first_byte_serves_on() -> None:
     engine.pause(session="t")
     engine.abort(session="t")
     engine.serves(2, V[1])
+
+
+def test_in_place_no_abort_opens_an_engine_that_a_late_commit_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: the next session's abort did, and the new weights were answered with under the old version."""
+    for patience in ("_ABORT_TIMEOUT_S", "_DESCRIBE_TIMEOUT_S"):
+        monkeypatch.setattr(f"weightsync.engine.embedded.{patience}", 0.1)
+    engine, go = Engine(in_place=True), threading.Event()
+    engine.sync(1, seed=2)
+    engine.load(2, seed=3, session="late")
+    engine.stage(2, seed=3, session="late")
+    engine.loaders[0].at_commit = lambda: go.wait(LONG_S)
+    with pytest.raises(WeightSyncError):
+        engine.engine.call(EngineOp.COMMIT, CommitRequest(session="late"), timeout_s=0.1)
+    go.set()
+    monkeypatch.undo()
+    wait_until(lambda: engine.workers[0].describe().version == V[2], "it has committed all the same")
+    engine.refuses()
+    engine.init()
+    engine.begin(3, session="t")
+    engine.pause(session="t")
+    engine.strategies[0].receiver.faults[0] = LoadError("no")
+    with pytest.raises(LoadError):
+        engine.update(chunk(0, session="t"))
+    engine.abort(session="t")
+    engine.refuses()
+    engine.works_again()
 
 
 @pytest.mark.parametrize("by", ["abort", "begin"])

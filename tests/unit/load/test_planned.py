@@ -96,6 +96,39 @@ def test_live_weights_that_somebody_else_wrote_are_written_over(live: Live) -> N
     assert (live.loader.written, live.loader.proved) == (None, True)
 
 
+def test_of_a_version_that_differs_nowhere_some_live_weights_are_looked_at_all_the_same(live: Live) -> None:
+    """vLLM's sleep of level 2 leaves other memory at the same addresses. Seen red: it was proved, and served."""
+    live.full()
+    assert (live.loader.written, live.loader.proved) == (0, True)
+    for tensor in (live.model.qk, live.model.out):
+        tensor.data.zero_()
+    live.full()
+    assert live.serves()
+    assert (live.loader.written, live.loader.proved) == (None, True)
+
+
+@pytest.mark.parametrize("step", ["add_checked", "gather"])
+def test_where_there_is_no_room_for_a_change_all_is_written(
+    live: Live, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a change lies beside the weights. Seen red: no version could be loaded any more."""
+
+    def no_room(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for value in (7.0, 8.0):
+        changed(live, value)
+        with monkeypatch.context() as patch:
+            patch.setattr(patching.LivePatch, step, no_room)
+            live.full()
+        assert live.serves()
+        assert (live.loader.written, live.loader.proved) == (None, True)
+    changed(live, 9.0)
+    live.full()
+    assert (live.serves(), live.loader.written) == (True, 2)
+    assert CountedReload.opened == 1
+
+
 def test_after_an_audits_finding_the_engines_own_loader_brings_all(live: Live) -> None:
     """An element is wrong that does not differ in what comes."""
     live.model.qk.data[0, 0] = -5.0
