@@ -71,6 +71,7 @@ class RemoteWeightLoader(WeightLoader):
         strategy: how bytes move: one that sends. Else a gloo broadcast (SGLang's own form of it for an SGLang) from
             this machine's address that a URL's host sees; on loopback for a handle.
         timeout_s: for a whole bracket; the other engine then ends it by itself.
+        pause_timeout_s: how long the other engine may take to finish running generations, within that.
         chunk_bytes: updates travel together up to so many bytes; a larger one alone.
 
     Raises:
@@ -87,9 +88,11 @@ class RemoteWeightLoader(WeightLoader):
         verify: bool | str = True,
         strategy: WeightTransferStrategy | None = None,
         timeout_s: float = 300.0,
+        pause_timeout_s: float = 30.0,
         chunk_bytes: int = 64 << 20,
     ) -> None:
         self._timeout_s = check_wait_s("timeout_s", timeout_s)
+        self._pause_timeout_s = check_wait_s("pause_timeout_s", pause_timeout_s)
         if chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes is at least 1, not {chunk_bytes}")
         self._chunk_bytes = chunk_bytes
@@ -168,7 +171,7 @@ class RemoteWeightLoader(WeightLoader):
         with own_words():
             client = _OneEngine([self._engine])
             self._group.join(client, {self._engine.engine_id: reply}, run_id=manifest.version.run_id, deadline=deadline)
-            load = _Load(manifest, deadline, client, self._timeout_s, self._recorder)
+            load = _Load(manifest, deadline, client, self._pause_timeout_s, self._recorder)
             try:
                 load.session.begin(manifest)
                 load.session.pause_live_writers()
@@ -298,12 +301,14 @@ class _Load:
     """
 
     def __init__(
-        self, manifest: Manifest, deadline: Deadline, client: _OneEngine, timeout_s: float, recorder: Recorder
+        self, manifest: Manifest, deadline: Deadline, client: _OneEngine, pause_timeout_s: float, recorder: Recorder
     ) -> None:
         self.manifest = manifest
         self.deadline = deadline
         self.client = client
-        self.session = UpdateSession(client, manifest.version, deadline, pause_timeout_s=timeout_s, recorder=recorder)
+        self.session = UpdateSession(
+            client, manifest.version, deadline, pause_timeout_s=pause_timeout_s, recorder=recorder
+        )
         self.specs = manifest.by_name()
         self.came: set[str] = set()
         self.encoder = FullCodec().encoder()

@@ -45,11 +45,13 @@ from weightsync.testing.contracts import bytes_of as content
 from weightsync.testing.contracts import manifest_of
 from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
 from weightsync.types import (
+    Deadline,
     EngineOp,
     EngineReply,
     EngineRequest,
     Full,
     HeldTensor,
+    PauseRequest,
     StageRequest,
     UpdateRequest,
     Version,
@@ -316,12 +318,14 @@ class Restarting:
 
     def __init__(self) -> None:
         self.engine = EmbeddedEngine.of(ModuleWeightLoader(model()))
+        self.asked: list[EngineRequest] = []
 
     def restart(self) -> None:
         self.engine.close()
         self.engine = EmbeddedEngine.of(ModuleWeightLoader(model()))
 
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        self.asked.append(request)
         return self.engine.call(op, request, timeout_s=timeout_s)
 
 
@@ -352,6 +356,15 @@ def test_an_engine_that_was_restarted_before_the_commit_is_not_called_serving(
     with pytest.raises(WeightSyncError, match="not open"):
         bench.worker.commit("s")
     assert not bench.worker.describe().serving
+
+
+def test_where_this_side_dies_in_a_commit_the_other_engine_goes_on_soon(restarting: tuple[Restarting, Bench]) -> None:
+    """Seen red: it stood still for up to `timeout_s`, five minutes, and ten seconds."""
+    there, bench = restarting
+    bench.loader._load.session._deadline = Deadline(300.0)
+    bench.worker.commit("s")
+    pause = [each for each in there.asked if isinstance(each, PauseRequest)][-1]
+    assert (pause.timeout_s, pause.lease_s) == (30.0, 40.0)
 
 
 def test_a_pause_that_comes_too_late_has_committed_nothing(restarting: tuple[Restarting, Bench]) -> None:
