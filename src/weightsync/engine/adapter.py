@@ -16,6 +16,7 @@ from weightsync.engine.live_base import LiveBase
 from weightsync.engine.worker import EngineWorker
 from weightsync.errors import ConfigError, NotServingError, WrongBaseError
 from weightsync.load.base import WeightLoader
+from weightsync.load.merged import MergedAdapterLoader
 from weightsync.memory import LeaseReader
 from weightsync.types import Base, Deadline, Manifest, Version
 
@@ -65,9 +66,12 @@ class AdapterEngine(EmbeddedEngine):
     """Serves an adapter on what a base's engine serves. Generate inside its `generation`, which holds both.
 
     Args:
-        loader: of the adapter.
+        loader: of the adapter; it leaves the base's tensors alone, as `PeftAdapterLoader` does.
         base: of the model that it is one of: an engine of one worker, of this process.
         engine_id, lease: see `EmbeddedEngine`.
+
+    Raises:
+        ConfigError: the loader writes the base's own tensors, or the base's engine has not one worker in this process.
     """
 
     def __init__(
@@ -78,6 +82,12 @@ class AdapterEngine(EmbeddedEngine):
         engine_id: str = "adapter",
         lease: LeaseReader | None = None,
     ) -> None:
+        if isinstance(loader, MergedAdapterLoader):
+            raise ConfigError(
+                "a MergedAdapterLoader writes the base's own tensors, which the base's engine loads too: make the "
+                "module a PEFT model and load it by PeftBaseLoader and PeftAdapterLoader, or publish base and adapter "
+                "as one model (merge=True)"
+            )
         self._base_engine = base
         self._on = _AttachedBase(_worker_of(base))
         self._loader = loader

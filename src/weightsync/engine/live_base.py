@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from weightsync.codec.digest import digest_of
 from weightsync.errors import WrongArtifactError, WrongBaseError
 from weightsync.load.base import WeightLoader
-from weightsync.tensors import spec_of
+from weightsync.tensors import spec_of, write_counter
 from weightsync.types import HeldTensor, Manifest, TensorTable
 
 _Glance = tuple[tuple[str, int, int], ...]
@@ -67,7 +65,7 @@ class LiveBase:
         tensors = loader.base_tensors()
         if tensors is None:
             return None
-        seen = tuple((name, tensor.data_ptr(), _counter(tensor)) for name, tensor in tensors.items())
+        seen = tuple((name, tensor.data_ptr(), write_counter(tensor)) for name, tensor in tensors.items())
         if seen != self._seen or not self._digest:
             specs = TensorTable.of(spec_of(name, tensor) for name, tensor in tensors.items())
             held = [
@@ -76,7 +74,3 @@ class LiveBase:
             ]
             self._digest, self._seen = digest_of(held, specs), seen
         return self._digest
-
-
-def _counter(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

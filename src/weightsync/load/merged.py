@@ -24,6 +24,7 @@ from weightsync.load.whole import (
 )
 from weightsync.module_walk import clean_name, module_tensors, unwrapped
 from weightsync.plan.peft_config import PREFIX
+from weightsync.tensors import write_counter
 from weightsync.types import Adapter, HeldTensor, Manifest, TensorSpec, Update, Version
 
 _HALVES = {".lora_A.weight": 0, ".lora_B.weight": 1, ".lora_embedding_A": 0, ".lora_embedding_B": 1}
@@ -49,6 +50,32 @@ class _Target:
     scaling: float
 
 
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """A module's weight as it was seen.
+
+    Attributes:
+        module: the engine's.
+        data: the memory of its weight; kept, so that nothing else comes to lie there.
+        counter: torch's, of writes. Memory alone says too little: a base that is swapped twice lies where it lay.
+    """
+
+    module: Any
+    data: torch.Tensor
+    counter: int
+
+    @classmethod
+    def of(cls, module: Any) -> _Seen:
+        """As it is now."""
+        return cls(module, module.weight.data, write_counter(module.weight))
+
+    @property
+    def is_other(self) -> bool:
+        """Whether somebody has written or replaced it since."""
+        weight = self.module.weight
+        return weight.data_ptr() != self.data.data_ptr() or write_counter(weight) != self.counter
+
+
 class MergedAdapterLoader(WeightLoader):
     """Loads versions of one adapter into a module without PEFT: each is merged anew into the base's own weights.
 
@@ -58,6 +85,10 @@ class MergedAdapterLoader(WeightLoader):
 
     Bytes of the adapter are proved as they arrive. The merged weights are nobody's publication, so the engine reports
     its live bytes as unprovable, in words.
+
+    Nobody else may load the base meanwhile. Whoever writes or replaces a weight that an adapter is merged into is seen,
+    unless it is written past torch's counter (`weight.data.copy_`); from then on no version is merged. A base that is
+    followed as well needs a PEFT model.
 
     Args:
         module: the engine's model: the base, with its own names.
@@ -78,8 +109,8 @@ class MergedAdapterLoader(WeightLoader):
         self._healthy = True
         self._coming: dict[str, torch.Tensor] = {}  # path -> what commit will serve
         self._base: dict[str, torch.Tensor] = {}  # path -> the base's own memory, of weights that are merged now
-        self._put: dict[str, torch.Tensor] = {}  # path -> what commit has put in its place
-        self._holders: dict[str, Any] = {}  # path -> the module of it
+        self._put: dict[str, _Seen] = {}  # path -> what commit has put in its place
+        self._found: dict[str, _Seen] = {}  # path -> what `verify` found there
 
     @property
     def healthy(self) -> bool:
@@ -108,6 +139,7 @@ class MergedAdapterLoader(WeightLoader):
         check_open(self._manifest)
         check_complete(self._specs, self._came)
         self._check_untouched()
+        self._found = {path: _Seen.of(target.module) for path, target in self._targets.items()}
         with torch.no_grad():
             self._coming = {path: self._merge(path, target) for path, target in self._targets.items()}
         self._verified = True
@@ -119,20 +151,27 @@ class MergedAdapterLoader(WeightLoader):
         )
 
     def base_tensors(self) -> Mapping[str, torch.Tensor]:
-        aside = {id(self._holders[path].weight): tensor for path, tensor in self._base.items()}
+        aside = {id(self._put[path].module.weight): tensor for path, tensor in self._base.items()}
         return {clean_name(name): aside.get(id(tensor), tensor) for name, tensor in module_tensors(self._module)}
 
     def commit(self, version: Version) -> None:
         check_verified(self._manifest, version, verified=self._verified)
         self._check_untouched()
+        for path, seen in self._found.items():
+            if seen.is_other:
+                raise LoadError(
+                    "somebody else has written or replaced this weight since the adapter was merged with what it was: "
+                    "load the adapter again",
+                    parameter=path,
+                    state_left="nothing was changed",
+                )
         self._healthy = False
-        before = {path: holder.weight.data for path, holder in self._holders.items()}
-        holders = self._holders | {path: target.module for path, target in self._targets.items()}
+        holders = {path: seen.module for path, seen in (self._put | self._found).items()}
+        before = {path: holder.weight.data for path, holder in holders.items()}
         try:
             for path in self._put.keys() - self._coming.keys():
                 holders[path].weight.data = self._base[path]
             for path, merged in self._coming.items():
-                before.setdefault(path, holders[path].weight.data)
                 holders[path].weight.data = merged
         except BaseException:
             for path, data in before.items():
@@ -140,7 +179,7 @@ class MergedAdapterLoader(WeightLoader):
             self._healthy = True
             raise
         self._base = {path: self._base.get(path, before[path]) for path in self._coming}
-        self._put, self._holders = self._coming, {path: holders[path] for path in self._coming}
+        self._put = {path: _Seen.of(holders[path]) for path in self._coming}
         self._close()
         self._healthy = True
 
@@ -153,28 +192,30 @@ class MergedAdapterLoader(WeightLoader):
 
         Raises:
             StateError: a version is being loaded.
-            LoadError: somebody else has replaced a merged weight. Nothing was changed.
+            LoadError: somebody else has written or replaced a merged weight. Nothing was changed.
         """
         if self._manifest is not None:
             raise StateError("a version is being loaded: unmerge after it")
         self._check_untouched()
         for path, tensor in self._base.items():
-            self._holders[path].weight.data = tensor
-        self._base, self._put, self._holders = {}, {}, {}
+            self._put[path].module.weight.data = tensor
+        self._base, self._put = {}, {}
 
     def _close(self) -> None:
-        self._manifest, self._coming, self._targets, self._verified = None, {}, {}, False
+        self._manifest, self._verified = None, False
+        self._coming, self._found, self._targets = {}, {}, {}
 
     def _check_untouched(self) -> None:
         """What is merged is what the last commit has put there.
 
         Raises:
-            LoadError: somebody else has replaced it: nobody knows the base then.
+            LoadError: somebody else has written or replaced it: nobody knows the base then.
         """
-        for path, tensor in self._put.items():
-            if self._holders[path].weight.data_ptr() != tensor.data_ptr():
+        for path, seen in self._put.items():
+            if seen.is_other:
                 raise LoadError(
-                    "a merged weight was replaced by somebody else: what its base is is not known any more",
+                    "a merged weight was written or replaced by somebody else: what its base is is not known any more; "
+                    "load a whole base there, and make another loader",
                     parameter=path,
                     state_left="the engine serves what was put there",
                 )

@@ -17,12 +17,14 @@ import pytest
 import torch
 
 import weightsync
-from tests.standins.lora import logits, peft_model, step
+from tests.standins.lora import base_model, logits, peft_model, step
 from weightsync.engine.adapter import AdapterEngine
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import ConfigError, NotServingError, SyncFailedError, WrongBaseError
 from weightsync.extract.peft import base_extractor
 from weightsync.handles.fanout import in_thread
+from weightsync.load.merged import MergedAdapterLoader
+from weightsync.load.module import ModuleWeightLoader
 from weightsync.load.peft import PeftAdapterLoader, PeftBaseLoader
 from weightsync.memory import LeaseReader, ServingLease, boot_s
 from weightsync.types import Base, Version
@@ -176,3 +178,11 @@ def test_an_adapter_of_a_base_that_nobody_has_is_refused(pair: Pair) -> None:
 def test_its_base_is_one_worker_of_this_process() -> None:
     with pytest.raises(ConfigError, match="one worker"):
         AdapterEngine(PeftAdapterLoader(peft_model()), EmbeddedEngine([object(), object()]))  # type: ignore[list-item]
+
+
+def test_an_adapter_that_is_merged_into_its_base_is_refused() -> None:
+    """Seen red: it was taken, and the one overwrote what the other had loaded, under the versions of a proper pair."""
+    model = base_model()
+    base = EmbeddedEngine.of(ModuleWeightLoader(model))
+    with pytest.raises(ConfigError, match=r"PeftBaseLoader and PeftAdapterLoader.*merge=True"):
+        AdapterEngine(MergedAdapterLoader(model), base)

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+import weightsync
 from tests.standins.lora import base_model, logits, peft_model, step
+from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
 from weightsync.extract.peft import adapter_extractor
 from weightsync.load.merged import MergedAdapterLoader
+from weightsync.load.module import ModuleWeightLoader
 from weightsync.types import Full, Manifest, Version
 
 
@@ -113,6 +116,58 @@ def test_a_weight_that_somebody_else_has_replaced_is_no_base() -> None:
         with pytest.raises(LoadError, match="replaced") as caught:
             what()
         assert caught.value.parameter == "model.layers.0.self_attn.q_proj"
+
+
+def load_base(model: torch.nn.Module, how: str, *, num_versions: int = 2) -> None:
+    """The model gets another base, so often."""
+    trained = base_model(seed=8)
+    if how == "by hand":
+        model.load_state_dict(trained.state_dict())
+        return
+    engine = EmbeddedEngine.of(ModuleWeightLoader(model, in_place=how == "in place"))
+    with weightsync.push(trained, engine, model_id="base", dtype="keep") as push:
+        for number in range(num_versions):
+            with torch.no_grad():
+                next(trained.parameters()).view(-1)[0] += number
+            push.step()
+
+
+@pytest.mark.parametrize("how", ["swapped", "in place", "by hand"])
+def test_a_base_that_was_loaded_over_a_merged_adapter_is_seen(how: str) -> None:
+    """Where it is swapped twice it lies where the merged weight lay. Seen red: the next version was merged into the
+    base before, beside the rest of the new one, and served as the new pair."""
+    here = base_model()
+    loader = MergedAdapterLoader(here)
+    first = bracket(loader, peft_model())
+    loader.commit(first.version)
+    load_base(here, how)
+    after = state(here)
+    for what in (loader.unmerge, lambda: bracket(loader, peft_model(), 2)):
+        with pytest.raises(LoadError, match=r"written or replaced.*make another loader"):
+            what()
+    assert equal(state(here), after)
+    again = MergedAdapterLoader(here)
+    again.commit(bracket(again, peft_model(), 2).version)
+    again.unmerge()
+    assert equal(state(here), after)
+
+
+@pytest.mark.parametrize("how", ["swapped", "in place", "by hand"])
+def test_a_base_that_comes_between_merge_and_commit_is_seen(how: str) -> None:
+    """Also one that is swapped twice. Seen red: the sum with the base before was served beside the rest of the new."""
+    here, trained = base_model(), peft_model()
+    loader = MergedAdapterLoader(here)
+    manifest = bracket(loader, trained)
+    load_base(here, how)
+    after = state(here)
+    with pytest.raises(LoadError, match="since the adapter was merged with"):
+        loader.commit(manifest.version)
+    loader.abort("as the worker does")
+    assert loader.healthy
+    assert equal(state(here), after)
+    loader.commit(bracket(loader, trained, 2).version)
+    loader.unmerge()
+    assert equal(state(here), after)
 
 
 @pytest.mark.parametrize(
