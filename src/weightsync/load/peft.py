@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from weightsync.errors import ConfigError, LoadError, ManifestMismatchError, UnsupportedError
 from weightsync.load.module import ModuleWeightLoader
+from weightsync.load.patching import Change, LivePatch
+from weightsync.load.placing import walked
 from weightsync.load.whole import MAX_TOLD, check_closed
 from weightsync.module_walk import clean_name, module_tensors
 from weightsync.peft_model import adapter_name, adapter_tensors, base_names, lora_layers, peft_model_in
-from weightsync.types import Manifest
+from weightsync.types import Manifest, Version
 
 
 class _PartLoader(ModuleWeightLoader):
@@ -33,9 +35,21 @@ class _PartLoader(ModuleWeightLoader):
         self._check_fits(manifest)
         super().begin_patch(manifest)
 
+    def prepare_patch(self) -> Iterator[Change]:
+        self._check_model()
+        return super().prepare_patch()
+
     def verify(self) -> None:
         super().verify()
         self._check_model()
+
+    def commit(self, version: Version) -> None:
+        self._check_unmerged()  # alone: the rest of `_check_model` would take 0.1 s of the pause, and more
+        super().commit(version)
+
+    def _unapply(self, patch: LivePatch) -> None:
+        self._check_unmerged()
+        super()._unapply(patch)
 
     def _live(self) -> Mapping[str, torch.Tensor]:
         self._check_model()
@@ -60,8 +74,14 @@ class _PartLoader(ModuleWeightLoader):
         now = self._now()
         if now.keys() != self._tensors.keys() or any(now[name] is not held for name, held in self._tensors.items()):
             raise LoadError(f"{self.part} of the model was replaced since its loader was made: make another loader")
-        for path, module in self._model.named_modules():
-            if merged := getattr(module, "merged_adapters", None):
+        self._check_unmerged()
+
+    def _check_unmerged(self) -> None:
+        """Raises UnsupportedError where an adapter is merged in place."""
+        for path, module in zip(*walked(self._model), strict=True):
+            # Most are none of PEFT's, and a module is slow to say that it has no such attribute.
+            merged = getattr(module, "merged_adapters", None) if hasattr(type(module), "merged_adapters") else None
+            if merged:
                 raise UnsupportedError(
                     f"adapter {merged[0]!r} is merged in place: the model computes with no adapter then, nor with its "
                     "own base; unmerge it first",

@@ -13,6 +13,7 @@ from weightsync.extract.peft import adapter_extractor
 from weightsync.load.peft import PeftAdapterLoader, PeftBaseLoader
 from weightsync.peft_model import adapter_tensors
 from weightsync.testing.contracts import manifest_of as contract_manifest
+from weightsync.testing.contracts.loader_patches import patches_of
 from weightsync.types import Full, Manifest, Version
 
 
@@ -52,7 +53,7 @@ def test_an_adapter_that_was_replaced_is_not_written_past() -> None:
         loader.begin(manifest_of(peft_model()))
 
 
-def sync(loader: PeftBaseLoader, tensors: dict[str, torch.Tensor], number: int) -> None:
+def sync(loader: PeftAdapterLoader | PeftBaseLoader, tensors: dict[str, torch.Tensor], number: int) -> None:
     loader.begin(contract_manifest(tensors, number))
     loader.load_weights(Full(name=name, tensor=tensor) for name, tensor in tensors.items())
     loader.verify()
@@ -95,6 +96,78 @@ def test_what_an_adapter_is_merged_into_in_place_is_refused() -> None:
     here.unmerge_adapter()
     adapter.begin(manifest_of(peft_model()))
     base.begin(contract_manifest(tensors, 1))
+
+
+@pytest.fixture(params=["adapter", "base"])
+def loaded(request: pytest.FixtureRequest) -> tuple[Any, PeftAdapterLoader | PeftBaseLoader, dict[str, torch.Tensor]]:
+    """A model, a loader of a part of it with version 1, and that version."""
+    here = peft_model()
+    loader = PeftAdapterLoader(here) if request.param == "adapter" else PeftBaseLoader(here)
+    version = {name: tensor.detach().clone() for name, tensor in loader._tensors.items()}
+    sync(loader, version, 1)
+    return here, loader, version
+
+
+def state(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def is_as(model: Any, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_adapter_that_is_merged_in_place_before_the_commit_stops_it(loaded: Any) -> None:
+    """Seen red: the commit went through, and PEFT's unmerge took a product off the base that had never been added."""
+    here, loader, version = loaded
+    loader.begin(contract_manifest(version, 2))
+    loader.load_weights(Full(name=name, tensor=tensor + 1) for name, tensor in version.items())
+    loader.verify()
+    here.merge_adapter()
+    before = state(here)
+    with pytest.raises(UnsupportedError, match=r"merged in place.*unmerge it first"):
+        loader.commit(Version(run_id="contract", number=2))
+    loader.abort("as the worker does")
+    assert loader.healthy
+    assert is_as(here, before)
+    here.unmerge_adapter()
+    sync(loader, {name: tensor + 1 for name, tensor in version.items()}, 3)
+
+
+@pytest.mark.parametrize("when", ["prepare", "commit", "rollback"])
+def test_no_patch_is_written_or_undone_while_an_adapter_is_merged_in_place(loaded: Any, when: str) -> None:
+    """Seen red: as above."""
+    here, loader, version = loaded
+    patches, _ = patches_of(version, 2)
+
+    def begin() -> None:
+        loader.begin_patch(contract_manifest(version, 2))
+
+    def load() -> None:
+        loader.load_weights(patches)
+
+    def prepare() -> None:
+        loader.prepare_patch()
+
+    def commit() -> None:
+        loader.commit(Version(run_id="contract", number=2))
+
+    steps = [begin, load, prepare, commit, loader.rollback]
+    at = {"prepare": 2, "commit": 3, "rollback": 4}[when]
+    for step_of in steps[:at]:
+        step_of()
+    here.merge_adapter()
+    before = state(here)
+    kind = LoadError if when == "rollback" else UnsupportedError
+    with pytest.raises(kind, match="merged in place"):
+        steps[at]()
+    loader.abort("as the worker does")
+    assert loader.healthy == (when != "rollback")
+    assert is_as(here, before)
+    here.unmerge_adapter()
+    sync(loader, version, 3)
+    assert loader.healthy
+    for step_of in steps:
+        step_of()
 
 
 def test_what_is_no_peft_model_has_no_such_loader() -> None:
