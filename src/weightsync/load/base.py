@@ -169,9 +169,9 @@ class WeightLoader(abc.ABC):
         """Opens the bracket of a patch on the live weights.
 
         Raises:
-            UnsupportedError: this loader, or this model, can't be patched. Nothing was changed.
+            UnsupportedError: this loader, or this model, can never be patched. Nothing was changed.
             ManifestMismatchError: wrong shape or dtype, a missing or an extra name. Nothing was changed.
-            StateError: a bracket is open already, or what is live is half-loaded.
+            StateError: a bracket is open already, what is live is half-loaded, or something else that passes.
         """
         raise UnsupportedError("this loader takes whole tensors alone", state_left="nothing was changed")
 

@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from weightsync.errors import ConfigError, LoadError, ManifestMismatchError, UnsupportedError
+from weightsync.errors import (
+    ConfigError,
+    LoadError,
+    ManifestMismatchError,
+    StateError,
+    UnsupportedError,
+    WeightSyncError,
+)
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.load.patching import Change, LivePatch
 from weightsync.load.placing import walked
@@ -32,6 +39,7 @@ class _PartLoader(ModuleWeightLoader):
         super().begin(manifest)
 
     def begin_patch(self, manifest: Manifest) -> None:
+        self._check_unmerged(StateError)  # this passes; UnsupportedError says that the model can never be patched
         self._check_fits(manifest)
         super().begin_patch(manifest)
 
@@ -76,13 +84,13 @@ class _PartLoader(ModuleWeightLoader):
             raise LoadError(f"{self.part} of the model was replaced since its loader was made: make another loader")
         self._check_unmerged()
 
-    def _check_unmerged(self) -> None:
-        """Raises UnsupportedError where an adapter is merged in place."""
+    def _check_unmerged(self, kind: type[WeightSyncError] = UnsupportedError) -> None:
+        """Raises an error of that kind where an adapter is merged in place."""
         for path, module in zip(*walked(self._model), strict=True):
             # Most are none of PEFT's, and a module is slow to say that it has no such attribute.
             merged = getattr(module, "merged_adapters", None) if hasattr(type(module), "merged_adapters") else None
             if merged:
-                raise UnsupportedError(
+                raise kind(
                     f"adapter {merged[0]!r} is merged in place: the model computes with no adapter then, nor with its "
                     "own base; unmerge it first",
                     parameter=clean_name(path),

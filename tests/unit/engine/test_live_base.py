@@ -141,6 +141,24 @@ def test_a_change_of_an_adapter_is_written_where_it_is_live() -> None:
     assert torch.equal(logits(here), logits(trained))
 
 
+def test_changes_are_taken_again_when_an_adapter_is_no_longer_merged_in_place() -> None:
+    """Seen red: one change that came while it was merged, and each version after it went out in full."""
+    trained, (here, loader) = peft_model(), in_place()
+    parameter = trained.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight")
+    with weightsync.push(trained, EmbeddedEngine.of(loader), model_id="lora", delta=True, base=False) as push:
+        push.step()
+        here.merge_adapter()
+        with pytest.raises(SyncFailedError) as caught:
+            push.step()
+        assert "unmerge it first" in str(cause_of(caught.value))
+        here.unmerge_adapter()
+        with torch.no_grad():
+            parameter[0, 0] += 1
+        report = push.step()
+    assert report is not None
+    assert (report.num_deltas, report.digests_equal) == (1, True)
+
+
 def test_a_base_that_was_swapped_twice_is_another_one() -> None:
     """It lies where the first one lay. Seen red: that one's digest was told of it."""
     model = base_model()

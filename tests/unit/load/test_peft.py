@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.standins.lora import base_model, lora_config, peft_model, step
-from weightsync.errors import ConfigError, LoadError, ManifestMismatchError, UnsupportedError
+from weightsync.errors import ConfigError, LoadError, ManifestMismatchError, StateError, UnsupportedError
 from weightsync.extract.peft import adapter_extractor
 from weightsync.load.peft import PeftAdapterLoader, PeftBaseLoader
 from weightsync.peft_model import adapter_tensors
@@ -133,9 +133,9 @@ def test_an_adapter_that_is_merged_in_place_before_the_commit_stops_it(loaded: A
     sync(loader, {name: tensor + 1 for name, tensor in version.items()}, 3)
 
 
-@pytest.mark.parametrize("when", ["prepare", "commit", "rollback"])
+@pytest.mark.parametrize("when", ["begin", "prepare", "commit", "rollback"])
 def test_no_patch_is_written_or_undone_while_an_adapter_is_merged_in_place(loaded: Any, when: str) -> None:
-    """Seen red: as above."""
+    """Seen red: as above; and at its begin the worker took it for a model that can never be patched."""
     here, loader, version = loaded
     patches, _ = patches_of(version, 2)
 
@@ -152,12 +152,12 @@ def test_no_patch_is_written_or_undone_while_an_adapter_is_merged_in_place(loade
         loader.commit(Version(run_id="contract", number=2))
 
     steps = [begin, load, prepare, commit, loader.rollback]
-    at = {"prepare": 2, "commit": 3, "rollback": 4}[when]
+    at = {"begin": 0, "prepare": 2, "commit": 3, "rollback": 4}[when]
     for step_of in steps[:at]:
         step_of()
     here.merge_adapter()
     before = state(here)
-    kind = LoadError if when == "rollback" else UnsupportedError
+    kind = {"begin": StateError, "rollback": LoadError}.get(when, UnsupportedError)
     with pytest.raises(kind, match="merged in place"):
         steps[at]()
     loader.abort("as the worker does")
