@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import InvalidRequestError, UnsupportedError
-from weightsync.tensors import byte_array, byte_view, has_its_memory, spec_of, tensor_from_bytes, torch_dtype
+from weightsync.tensors import (
+    byte_array,
+    byte_view,
+    has_its_memory,
+    spec_of,
+    tensor_from_bytes,
+    torch_dtype,
+    write_counter,
+)
 from weightsync.types.dtypes import ITEMSIZE_BYTES
 
 DTYPES = sorted(ITEMSIZE_BYTES)
@@ -126,3 +134,17 @@ def test_a_dtype_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "float8_e8m0fnu")
     with pytest.raises(UnsupportedError, match="float8_e8m0fnu"):
         torch_dtype("float8_e8m0fnu")
+
+
+def test_writes_are_counted_where_torch_counts_them() -> None:
+    """Seen red with `is_inference` alone: a tensor of inference mode that was given other data is none, and has no
+    counter."""
+    tensor = torch.zeros(3)
+    before = write_counter(tensor)
+    tensor.add_(1)
+    assert write_counter(tensor) > before
+    with torch.inference_mode():
+        frozen = torch.zeros(3)
+    assert write_counter(frozen) == 0
+    frozen.data = tensor
+    assert write_counter(frozen) == 0
