@@ -156,9 +156,14 @@ class CudaLender(MemoryLender):
             if held is None or held[1] < nbytes:
                 size = -(-max(nbytes, *(other[1] for other in self._buckets if other), 0) // BLOCK_BYTES) * BLOCK_BYTES
                 address = self._driver.allocate(size)
+                try:
+                    handle = self._driver.handle_of(address)
+                except BaseException:
+                    self._driver.free(address)  # nobody has it
+                    raise
                 if held is not None:
                     self._outgrown.append(held[0])
-                held = self._buckets[slot] = (address, size, self._driver.handle_of(address))
+                held = self._buckets[slot] = (address, size, handle)
             return _tensor_at(held[0], nbytes, self._device)
 
     def handle(self, slot: int, offset_bytes: int, size_bytes: int) -> CudaMemoryHandle:

@@ -37,7 +37,7 @@ from weightsync.transfer.ipc import (
     PackedCudaIpcTransferStrategy,
     borrowers,
 )
-from weightsync.transfer.ipc_cuda import CudaBorrower, CudaDriver, _Opened
+from weightsync.transfer.ipc_cuda import CudaBorrower, CudaDriver, CudaLender, _Opened
 from weightsync.transfer.ipc_handles import ShmLender
 from weightsync.transfer.registry import strategy_for, strategy_named
 from weightsync.types import (
@@ -377,11 +377,25 @@ def test_the_registry_knows_all_and_takes_their_settings_from_the_config() -> No
 
 
 class FakeDriver:
-    """Counts what is open."""
+    """Counts what is open, and what was allocated and freed."""
 
     def __init__(self) -> None:
         self.open_now: list[int] = []
+        self.allocated: list[int] = []
+        self.freed: list[int] = []
         self.broken = False
+
+    def allocate(self, size_bytes: int) -> int:
+        self.allocated.append(1 + len(self.allocated))
+        return self.allocated[-1]
+
+    def free(self, address: int) -> None:
+        self.freed.append(address)
+
+    def handle_of(self, base: int) -> str:
+        if self.broken:
+            raise TransferError("no IPC handle for a tensor's memory")
+        return f"{base:0128x}"
 
     def open(self, handle: str) -> int:
         address = int(handle[:4], 16)
@@ -396,6 +410,13 @@ class FakeDriver:
 
     def close(self, address: int) -> None:
         self.open_now.remove(address)
+
+
+def on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(ipc_cuda, "_bind", lambda device: None)
+    monkeypatch.setattr(ipc_cuda, "device_uuid", lambda device: "GPU")
+    monkeypatch.setattr(ipc_cuda, "_tensor_at", lambda address, nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
 
 
 def test_an_allocation_is_opened_once_and_closed_by_the_last_of_its_borrowers() -> None:
@@ -417,6 +438,23 @@ def test_an_allocation_is_opened_once_and_closed_by_the_last_of_its_borrowers() 
     assert driver.open_now == [0xAB], "what can't be measured is not left open"
 
 
+def test_a_bucket_whose_memory_can_not_be_lent_is_freed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU. Seen red: what had no handle was never freed, and what it was to replace was freed three times."""
+    driver = FakeDriver()
+    on_no_gpu(monkeypatch)
+    lender = CudaLender(torch.device("cpu"), 2, driver=driver)  # type: ignore[arg-type]
+    lender.bucket(0, 1 << 20)
+    driver.broken = True
+    for slot in (0, 0, 1):
+        with pytest.raises(TransferError):
+            lender.bucket(slot, 1 << 27)
+    assert driver.freed == driver.allocated[1:]
+    driver.broken = False
+    assert len(lender.bucket(0, 1 << 27)) == 1 << 27
+    lender.close()
+    assert sorted(driver.freed) == driver.allocated
+
+
 @BOTH
 def test_the_trainers_own_allocations_are_closed_with_their_chunk_and_buckets_are_kept(
     packed: bool, monkeypatch: pytest.MonkeyPatch
@@ -426,10 +464,7 @@ def test_the_trainers_own_allocations_are_closed_with_their_chunk_and_buckets_ar
     Seen to fail: with all handles kept, each sync whose allocator had given its segments back left one open.
     """
     driver = FakeDriver()
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(ipc_cuda, "_bind", lambda device: None)
-    monkeypatch.setattr(ipc_cuda, "device_uuid", lambda device: "GPU")
-    monkeypatch.setattr(ipc_cuda, "_tensor_at", lambda address, nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
+    on_no_gpu(monkeypatch)
     monkeypatch.setattr(CudaBorrower, "finish_reading", lambda self: None)
     borrower = CudaBorrower(torch.device("cpu"), driver=driver)  # type: ignore[arg-type]
     receiver = IpcTransferReceiver(strategy(packed).request_type, [borrower])
