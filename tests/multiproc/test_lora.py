@@ -19,13 +19,17 @@ from tests.multiproc.spine import TOKEN
 from tests.multiproc.trainers import deepspeed_engine
 from tests.standins.lora import adapter_parameters, base_model, logits, peft_model, step
 from tests.standins.processes import Child, RankPool, children, free_port, preload, run_ranks
+from weightsync.codec import whole
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.engine.server import EngineServer
+from weightsync.extract.fsdp import FSDPWeightExtractor
 from weightsync.load.merged import MergedAdapterLoader
 from weightsync.load.peft import PeftAdapterLoader
 from weightsync.peft_model import adapter_tensors
 from weightsync.tensors import byte_array
+from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import Version
+from weightsync.verbs.lora import digest_over_ranks
 
 preload("peft", "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2")
 MAKE: dict[str, Any] = {"kind": "qwen2", "rank": 64, "use_rslora": True, "alpha_pattern": {".*q_proj": 3}}
@@ -237,6 +241,47 @@ def test_sharded_trainers_publish_push_and_merge(backend: str) -> None:
     path = "gather" if backend == "deepspeed" else "shards"
     assert first == {"pushed": True, "untouched": True, "merged": True, "path": path, "pulled": True}
     assert second == {"untouched": True, "path": path}
+
+
+class _Gathering(FSDPWeightExtractor):
+    """As if a placement had no local form."""
+
+    def _can_shard(self, tensor: torch.Tensor) -> bool:
+        return False
+
+
+def _one_can_not_sum_the_base(rank: int, world_size: int) -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)]))
+    ranks, said, seen = TrainingRanks(timeout_s=10), [], []
+    of_shards = digest_over_ranks(FSDPWeightExtractor(model), None, ranks, timeout_s=10)
+
+    def no_room(*args: Any, **options: Any) -> Any:
+        seen.append(1)
+        if rank == 0 and len(seen) == 2:
+            raise MemoryError("no room for the digest")
+        return real(*args, **options)
+
+    real, whole.shard_sums = whole.shard_sums, no_room
+    for _ in range(2):
+        try:
+            digest = digest_over_ranks(_Gathering(model, chunk_bytes=100), None, ranks, timeout_s=10)
+            said.append("the shards' digest" if digest == of_shards else digest)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    ranks.close()
+    return said
+
+
+def test_a_rank_that_can_not_sum_the_gathered_base_tells_all_ranks() -> None:
+    """Seen red: it left, and the others waited for it in a collective of the trainer's own group."""
+    first, second = run_ranks(_one_can_not_sum_the_base, 2, timeout_s=60)
+    for failed, digest in (first, second):
+        assert failed.startswith("ExtractError: the base's digest can't be computed: MemoryError: no room")
+        assert digest == "the shards' digest"
+    assert "told by training rank 0" in second[0]
 
 
 class _Base:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -17,15 +19,19 @@ from weightsync.errors import ConfigError, ExtractError, UnsupportedError, Weigh
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.peft import adapter_extractor, base_extractor, merged_extractor
 from weightsync.extract.registry import check_extractor
+from weightsync.observe import Recorder
 from weightsync.peft_model import peft_model_in
+from weightsync.trainer.extraction import LockstepExtraction
 from weightsync.trainer.ranks import TrainingRanks
-from weightsync.types import Base, Version
+from weightsync.types import Base, Deadline, TensorTable, Version
 from weightsync.verbs.canary import TOLERANCE, TrainerCanary
 from weightsync.verbs.settings import KEEP_DTYPE, with_extract
 from weightsync.verbs.weights import TrainerWeights
 
 BASE_MODEL_ID = "base"
 """What the base is called where it is known by its digest alone."""
+_GATHER_BYTES_S = 100 << 20
+"""A slow trainer gathers and sums as much in a second."""
 
 
 @runtime_checkable
@@ -79,8 +85,12 @@ class LoraChoice:
         ranks: TrainingRanks,
         *,
         name_map: Callable[[str], str | None] | None,
+        timeout_s: float,
     ) -> WeightExtractor:
         """The extractor; all ranks call it, and it raises on all of them alike.
+
+        Args:
+            timeout_s: see `digest_over_ranks`.
 
         Raises:
             WeightSyncError: see `extract.peft`.
@@ -98,8 +108,8 @@ class LoraChoice:
         ranks.settle(error)
         assert made is not None
         if base is not None and made.adapter is not None:
-            bound = Base(model_id=BASE_MODEL_ID, model_digest=digest_over_ranks(base, config.extract.dtype, ranks))
-            made.adapter = replace(made.adapter, base=bound)
+            digest = digest_over_ranks(base, config.extract.dtype, ranks, timeout_s=timeout_s)
+            made.adapter = replace(made.adapter, base=Base(model_id=BASE_MODEL_ID, model_digest=digest))
         return made
 
     def _made(
@@ -179,8 +189,12 @@ def lora_choice(
     return None
 
 
-def digest_over_ranks(extractor: WeightExtractor, dtype: str | None, ranks: TrainingRanks) -> str:
-    """The model digest of what an extractor gives, the same on every rank. All ranks call it; each reads its own part.
+def digest_over_ranks(extractor: WeightExtractor, dtype: str | None, ranks: TrainingRanks, *, timeout_s: float) -> str:
+    """The model digest of what an extractor gives, the same on every rank. All ranks call it; each reads its own part,
+    or all gather and rank 0 reads.
+
+    Args:
+        timeout_s: of gathering, which has 1 s more for each 100 MiB.
 
     Raises:
         WeightSyncError: on every rank, where one could not read it.
@@ -193,10 +207,7 @@ def digest_over_ranks(extractor: WeightExtractor, dtype: str | None, ranks: Trai
             local = extractor.local_shards(dtype) if whole is None else None
             total = whole_sum(*whole, convert=True) if whole is not None else shard_sums(local or ())
         else:
-            summed = SummedChunks(extractor.extract_weights(dtype), counts=ranks.rank == 0)
-            for _ in summed:
-                pass
-            total = summed.total
+            total = _gathered_sum(extractor, dtype, ranks, timeout_s)
     except Exception as caught:
         error = as_weightsync_error(caught, ExtractError, "the base's digest can't be computed", rank=ranks.rank)
     replies = ranks.settle(error, lanes=[total.lane_a, total.lane_b])
@@ -204,6 +215,33 @@ def digest_over_ranks(extractor: WeightExtractor, dtype: str | None, ranks: Trai
     for reply in replies:
         total += ShardSum(lane_a=reply["lanes"][0], lane_b=reply["lanes"][1])
     return model_digest(extractor.metadata(dtype), total)
+
+
+def _gathered_sum(extractor: WeightExtractor, dtype: str | None, ranks: TrainingRanks, timeout_s: float) -> ShardSum:
+    """On rank 0 the sum of all; nothing on the others. A rank that fails tells the others before their next collective,
+    which is one of the trainer's own group.
+
+    Raises:
+        WeightSyncError: on every rank.
+    """
+    reads = ranks.rank == 0
+    seconds = timeout_s + TensorTable.of(extractor.metadata(dtype)).total_bytes / _GATHER_BYTES_S
+    extraction = LockstepExtraction(
+        extractor, dtype=dtype, ranks=ranks, deadline=Deadline(seconds), recorder=Recorder("base"), keep=reads
+    )
+    summed = SummedChunks(extraction.chunks() if reads else ())
+    extraction.start()
+    try:
+        collections.deque(summed, maxlen=0)  # holds no chunk
+        extraction.finish()
+    except BaseException as error:
+        extraction.stop(as_weightsync_error(error, ExtractError, "the base's digest can't be computed"))
+        with contextlib.suppress(WeightSyncError):
+            extraction.finish()
+        if extraction.hangs:  # inside a collective, and nobody may pair with that
+            ranks.give_up("the extraction hangs in a collective")
+        raise
+    return summed.total
 
 
 def _of_chunks(config: WeightSyncConfig) -> dict[str, Any]:

@@ -166,9 +166,10 @@ def publish(
             made = _as_offloaded(weights, settings, name_map=name_map, bridge=bridge)
         else:
             assert isinstance(weights, torch.nn.Module)
-            ranks = TrainingRanks(timeout_s=options.get("timeout_s", 60.0), alone=bool(options.get("alone")))
+            timeout_s = options.get("timeout_s", 60.0)
+            ranks = TrainingRanks(timeout_s=timeout_s, alone=bool(options.get("alone")))
             try:
-                made = lora.extractor(weights, settings, ranks, name_map=name_map)
+                made = lora.extractor(weights, settings, ranks, name_map=name_map, timeout_s=timeout_s)
             finally:
                 ranks.close()
         if no_route is not None:

@@ -121,7 +121,8 @@ def push(
     settings = with_transfer(with_extract(loaded(config), dtype=dtype), strategy=strategy, delta=delta, **times)
     settings = settings if lora is None else lora.settings(settings, dtype_given=dtype is not None)
     settings = settings.for_method("push")
-    ranks = TrainingRanks(timeout_s=settings.transfer.join_timeout_s + _MARGIN_S, alone=alone)
+    timeout_s = settings.transfer.join_timeout_s + _MARGIN_S
+    ranks = TrainingRanks(timeout_s=timeout_s, alone=alone)
     opened = contextlib.ExitStack()
     handles: list[EngineHandle] = []
     error: WeightSyncError | None = None
@@ -134,7 +135,7 @@ def push(
                 extractor = extractor_from(weights, settings, name_map=name_map, bridge=bridge)
             else:
                 assert isinstance(weights, torch.nn.Module)
-                extractor = lora.extractor(weights, settings, ranks, name_map=name_map)
+                extractor = lora.extractor(weights, settings, ranks, name_map=name_map, timeout_s=timeout_s)
             extractor.metadata(settings.extract.dtype)
             if ranks.rank == 0:
                 configured = urls_of(settings.inference_service, settings.push.engines)
@@ -165,7 +166,6 @@ def push(
         )
         taker = None
         if (url := first["controller"]) is not None:
-            timeout_s = settings.transfer.join_timeout_s + _MARGIN_S
             taker = OrderTaker(
                 url, model, token=token_of(token), verify=verify, timeout_s=timeout_s, alone=alone
             )  # fmt: skip

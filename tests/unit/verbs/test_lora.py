@@ -23,7 +23,7 @@ def extractor_of(weights: Any, **said: Any) -> Any:
     choice = lora_choice(weights, **{"adapter": None, "merge": False, "base": None, **said})
     assert choice is not None
     config = choice.settings(WeightSyncConfig(), dtype_given=False)
-    return choice.extractor(weights, config, TrainingRanks(timeout_s=5), name_map=None)
+    return choice.extractor(weights, config, TrainingRanks(timeout_s=5), name_map=None, timeout_s=5)
 
 
 def test_an_adapter_is_bound_to_the_digest_of_its_base_and_keeps_its_dtype() -> None:
@@ -113,4 +113,4 @@ def test_contradictions_are_refused() -> None:
     choice = lora_choice(model, adapter=None, merge=False, base=False)
     assert choice is not None
     with pytest.raises(UnsupportedError, match="Megatron"):
-        choice.extractor(model, megatron, TrainingRanks(timeout_s=5), name_map=None)
+        choice.extractor(model, megatron, TrainingRanks(timeout_s=5), name_map=None, timeout_s=5)
