@@ -32,13 +32,13 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
 
 
-def write_counter(tensor: torch.Tensor) -> int:
-    """How often torch has seen the tensor written in place; it does not see writes into `tensor.data`. 0 where it does
-    not count: the tensor was made in inference mode, whatever `.data` it was given since."""
+def write_counter(tensor: torch.Tensor) -> int | None:
+    """How often torch has seen the tensor written in place; it does not see writes into `tensor.data`. None where it
+    does not count: the tensor was made in inference mode, whatever `.data` it was given since."""
     try:
         return tensor._version
     except RuntimeError:
-        return 0
+        return None
 
 
 def cut_out(tensor: torch.Tensor, block: Box, *, origin: tuple[int, ...] = ()) -> torch.Tensor:

@@ -140,11 +140,11 @@ def test_writes_are_counted_where_torch_counts_them() -> None:
     """Seen red with `is_inference` alone: a tensor of inference mode that was given other data is none, and has no
     counter."""
     tensor = torch.zeros(3)
-    before = write_counter(tensor)
+    before = write_counter(tensor) or 0
     tensor.add_(1)
-    assert write_counter(tensor) > before
+    assert (write_counter(tensor) or 0) > before
     with torch.inference_mode():
         frozen = torch.zeros(3)
-    assert write_counter(frozen) == 0
+    assert write_counter(frozen) is None
     frozen.data = tensor
-    assert write_counter(frozen) == 0
+    assert write_counter(frozen) is None

@@ -8,7 +8,7 @@ from weightsync.load.base import WeightLoader
 from weightsync.tensors import spec_of, write_counter
 from weightsync.types import HeldTensor, Manifest, TensorTable
 
-_Glance = tuple[tuple[str, int, int], ...]
+_Glance = tuple[tuple[str, int, int | None], ...]
 
 
 def check_artifact(manifest: Manifest, loader: WeightLoader) -> None:

@@ -62,7 +62,7 @@ class _Seen:
 
     module: Any
     data: torch.Tensor
-    counter: int
+    counter: int | None
 
     @classmethod
     def of(cls, module: Any) -> _Seen:

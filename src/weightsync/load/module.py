@@ -16,7 +16,7 @@ from weightsync.load.patching import LivePatch, check_patchable, kernels
 from weightsync.load.placing import Placing
 from weightsync.load.spans import overlapping
 from weightsync.load.whole import check_closed, check_complete, check_open, check_verified
-from weightsync.tensors import PackedUpdates, spec_of, torch_dtype
+from weightsync.tensors import PackedUpdates, spec_of, torch_dtype, write_counter
 from weightsync.types import Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version, dtype_name
 
 
@@ -150,7 +150,7 @@ class ModuleWeightLoader(PatchingLoader[LivePatch]):
 
     def _mark_written(self) -> None:
         """Patches and swaps go past torch: whoever keeps a digest of the tensors has to see that they are others."""
-        increment_version([tensor for tensor in self._placed.values() if not tensor.is_inference()])
+        increment_version([tensor for tensor in self._placed.values() if write_counter(tensor) is not None])
 
     def abort(self, reason: str) -> None:
         if self._manifest is None:

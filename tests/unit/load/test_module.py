@@ -303,3 +303,16 @@ def test_a_module_that_is_replaced_is_seen_by_the_audit() -> None:
     model[0] = nn.Linear(2, 2)
     with pytest.raises(LoadError, match="another tensor there than when"):
         list(loader.live_tensors())
+
+
+def test_a_model_that_was_built_in_inference_mode_is_swapped_again_and_again() -> None:
+    """Seen red: the first swap left tensors that are none of that mode, and count no writes either. The commit raised
+    behind the second swap, with the new weights live under the old version."""
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+    loader = ModuleWeightLoader(model)
+    for number in (1, 2, 3):
+        new = {"weight": torch.full((2, 3), float(number)), "bias": torch.full((2,), float(number))}
+        sync(loader, new, number)
+        assert loader.healthy
+        assert all(torch.equal(tensor, new[name]) for name, tensor in model.state_dict().items())
