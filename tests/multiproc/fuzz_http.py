@@ -108,7 +108,7 @@ _CONTROLLER: Routes = {
     "/heartbeat": _HEARTBEAT,
     "/sync_weight_to_rollout_service": _MODEL,
     "/end_validate": {"model_tag": "actor", "result": {"reward": 0.5}, "version": 1},
-    "/push/next": {**_MODEL, "version": 1, "run_id": "r"},
+    "/push/next": {**_MODEL, "version": 1, "run_id": "r", "taker": "t"},
     "/push/done": {**_MODEL, "order_id": "0" * 16, "error": {"type": "LoadError", "message": "no room"}},
 }
 

@@ -161,6 +161,7 @@ class ControllerClient(JsonClient):
         version: int | None,
         run_id: str | None = None,
         *,
+        taker: str | None = None,
         wait_s: float = 0.0,
         timeout_s: float = 10.0,
     ) -> PushOrder | None:
@@ -171,14 +172,16 @@ class ControllerClient(JsonClient):
             StateError: the controller's method is not "push".
             VersionError: another run has taken over.
         """
-        message = NextPushRequest(model_tag=model_tag, version=version, run_id=run_id, wait_s=wait_s or None)
+        message = NextPushRequest(
+            model_tag=model_tag, version=version, run_id=run_id, taker=taker, wait_s=wait_s or None
+        )
         reply = self.call("POST", "/push/next", NextPushReply, message=message, timeout_s=wait_s + timeout_s)
         return reply.order
 
     def push_done(
         self, model_tag: str, order: PushOrder, outcome: SyncReport | WeightSyncError, *, timeout_s: float = 10.0
     ) -> None:
-        """How that order ended.
+        """How that order ended. It may be said again.
 
         Raises:
             StateError: nobody waits for it any more.

@@ -5,7 +5,14 @@ from __future__ import annotations
 import secrets
 import threading
 
-from weightsync.errors import DeadlineExceededError, StateError, SyncInProgressError, TransferAbortedError, VersionError
+from weightsync.errors import (
+    DeadlineExceededError,
+    StateError,
+    SyncInProgressError,
+    TransferAbortedError,
+    VersionError,
+    WeightSyncError,
+)
 from weightsync.types import Deadline, SyncReport
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.push_orders import PushOrder
@@ -18,6 +25,7 @@ class _Order:
         self.told = PushOrder(order_id=secrets.token_hex(8), version=version)
         self.run_id = run_id
         self.taken = False
+        self.taker: str | None = None  # who took it, where that has a name
         self.outcome: SyncReport | Exception | None = None
 
 
@@ -37,6 +45,7 @@ class PushOrders:
         self._push_s = check_wait_s("push_s", push_s)
         self._changed = threading.Condition()
         self._order: _Order | None = None
+        self._reported: tuple[str, object] | None = None  # the last order that was, and what was said of it
         self._run_id: str | None = None  # whose ranks push
         self._closed = False
 
@@ -100,14 +109,19 @@ class PushOrders:
         version: int | None,
         run_id: str | None = None,
         *,
+        taker: str | None = None,
         wait_s: float = 0.0,
         given_up: threading.Event | None = None,
     ) -> PushOrder | None:
         """The order that ranks with that version are to take; nobody else gets it then. None: there is none.
 
+        A taker gets it again until it has reported: an answer may have been lost on its way. It asks for one thing at a
+        time, and pushes no order twice.
+
         Args:
             version: number of what they have; None: they take none.
             run_id: theirs; None: they take orders of no named run.
+            taker: what nobody else calls itself; None: no order is given again.
             wait_s: how long to wait for one.
             given_up: ends the wait likewise; see `look_again`.
 
@@ -124,7 +138,9 @@ class PushOrders:
 
             def found() -> _Order | None:
                 order = self._order
-                if order is None or order.taken or order.outcome is not None:
+                if order is None or order.outcome is not None:
+                    return None
+                if order.taken and (taker is None or taker != order.taker):
                     return None
                 if version is None or version < order.told.version or order.run_id not in (None, run_id):
                     return None
@@ -134,7 +150,7 @@ class PushOrders:
             order = found()
             if ended() or order is None:
                 return None
-            order.taken = True
+            order.taken, order.taker = True, taker
             self._changed.notify_all()
             return order.told
 
@@ -144,16 +160,19 @@ class PushOrders:
             self._changed.notify_all()
 
     def done(self, order_id: str, outcome: SyncReport | Exception) -> None:
-        """The ranks have pushed, or failed.
+        """The ranks have pushed, or failed. The last report may be said again: the answer to it may have been lost.
 
         Raises:
             StateError: nobody waits for that order's report any more.
         """
+        said = (order_id, outcome.to_dict() if isinstance(outcome, WeightSyncError) else outcome)
         with self._changed:
+            if said == self._reported:
+                return
             order = self._order
             if order is None or not order.taken or order.told.order_id != order_id or order.outcome is not None:
                 raise StateError("nobody waits for the report of that order: it was given up, or is over")
-            order.outcome = outcome
+            order.outcome, self._reported = outcome, said
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -275,7 +275,7 @@ class ControllerServer:
             request,
             asked,
             lambda given_up: orders.next(
-                asked.version, asked.run_id, wait_s=asked.wait_s or 0.0, given_up=given_up
+                asked.version, asked.run_id, taker=asked.taker, wait_s=asked.wait_s or 0.0, given_up=given_up
             ),
             look_again=orders.look_again,
         )  # fmt: skip

@@ -29,14 +29,16 @@ class NextPushRequest(ModelRequest, frozen=True, kw_only=True):
         version: number of the weights that the ranks have now; None: no order is taken, and the answer says that this
             controller gives some.
         run_id: theirs, said with a version: ranks of a run that another has taken over from take no order.
+        taker: what they alone call themselves: they get an order that they have not reported again. None: they do not.
     """
 
     version: int | None = None
     run_id: str | None = None
+    taker: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_trained("rank 0", self.run_id, self.version)
+        check_trained("rank 0" if self.taker is None else self.taker, self.run_id, self.version)
         if self.version is not None and self.run_id is None:
             raise InvalidRequestError(
                 "ranks that take an order say of which run they are: name run_id (a trainer with an older weightsync "
@@ -45,7 +47,7 @@ class NextPushRequest(ModelRequest, frozen=True, kw_only=True):
 
 
 class NextPushReply(Message, frozen=True, kw_only=True):
-    """The order, which is given once; None: there is none."""
+    """The order, which one taker gets; None: there is none."""
 
     order: PushOrder | None = None
 

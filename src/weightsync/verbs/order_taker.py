@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
 from weightsync.clients.controller import ControllerClient
-from weightsync.errors import AuthError, ConfigError, InvalidRequestError, StateError, VersionError, WeightSyncError
+from weightsync.errors import (
+    AuthError,
+    BusyError,
+    ConfigError,
+    DeadlineExceededError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    StateError,
+    VersionError,
+    WeightSyncError,
+)
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import Deadline, SyncReport
 from weightsync.types.push_orders import PushOrder
@@ -20,6 +33,11 @@ _ORDER_S = 10.0
 _LOOK_S = 0.2
 _RETRY_S = 15.0
 """A retry that comes later than in so long is not waited for: the other ranks wait meanwhile."""
+_AGAIN_S = 5.0
+"""So long a call is made again where nobody knows whether the controller has heard it."""
+_ANSWER_S = 5.0
+_UNKNOWN = (BusyError, DeadlineExceededError, EngineUnreachableError)
+_T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +64,9 @@ class OrderTaker:
         self._ranks = TrainingRanks(timeout_s=timeout_s, alone=alone)
         self._model_id = model_id
         self._trouble: str | None = None
+        self._name = secrets.token_hex(8)
+        self._taken: str | None = None  # the last order's id
+        self._unreported: tuple[PushOrder, SyncReport | WeightSyncError] | None = None
         self._client = ControllerClient(url, token=token, verify=verify) if self._ranks.rank == 0 else None
 
     def meet(self) -> None:
@@ -81,9 +102,10 @@ class OrderTaker:
         taken: list[PushOrder] = []
 
         def ask(client: ControllerClient) -> PushOrder | None:
+            self._report(client)
             wait_s = _ORDER_S
             if again:
-                state = client.rollout_service_state(self._model_id)
+                state = _surely(lambda: client.rollout_service_state(self._model_id, timeout_s=_ANSWER_S))
                 retry_in_s = state.retry_in_s or 0.0
                 if not (state.blocked and state.num_failed and retry_in_s <= _RETRY_S):
                     return None
@@ -91,12 +113,21 @@ class OrderTaker:
             elif last:
                 if not self._is_validated(client):
                     return None  # a sync would come behind it, when these ranks may have gone
-                due = not client.sync_weight_to_rollout_service(self._model_id, wait_s=0.0)
+                due = not _surely(lambda: client.sync_weight_to_rollout_service(self._model_id, wait_s=0.0))
             else:
-                state = client.train_worker_notify_weight_update(_WORKER, self._model_id, run_id, version)
+                tell = partial(client.train_worker_notify_weight_update, _WORKER, self._model_id, run_id, version)
+                state = _surely(tell) if self._trouble is None else tell()
                 due = state.state == "syncing"
-            order = client.next_push(self._model_id, version, run_id, wait_s=wait_s if due else 0.0)
-            taken.extend(() if order is None else (order,))
+            waits = Deadline(wait_s if due else 0.0)
+            order = _surely(
+                lambda: client.next_push(
+                    self._model_id, version, run_id, taker=self._name, wait_s=waits.remaining_s, timeout_s=_ANSWER_S
+                )
+            )
+            if order is None or order.order_id == self._taken:
+                return None  # there is none; or it was made, and the controller refused the report
+            self._taken = order.order_id
+            taken.append(order)
             return order
 
         try:
@@ -116,13 +147,28 @@ class OrderTaker:
         return True
 
     def done(self, order: PushOrder, outcome: SyncReport | WeightSyncError) -> None:
-        """Reports how an order ended; every rank may call it. A controller that does not take it orders again."""
-        if self._client is None:
+        """Reports how an order ended; every rank may call it. A controller that does not take it orders again; one that
+        does not answer is told before the next question.
+        """
+        if (client := self._client) is None:
+            return
+        self._unreported = (order, outcome)
+        try:
+            _surely(lambda: self._report(client))
+        except WeightSyncError as error:
+            _logger.warning("the controller was not told how its push ended, and may order another one: %s", error)
+
+    def _report(self, client: ControllerClient) -> None:
+        """Says how the last order ended, where that was not heard yet."""
+        if self._unreported is None:
             return
         try:
-            self._client.push_done(self._model_id, order, outcome)
+            client.push_done(self._model_id, *self._unreported)
+        except _UNKNOWN:
+            raise
         except WeightSyncError as error:
-            _logger.warning("the controller was not told how its push ended, and will order another one: %s", error)
+            _logger.warning("the controller takes no report of its push, and will order another one: %s", error)
+        self._unreported = None
 
     def close(self) -> None:
         """Gives back connections and the ranks' group. Idempotent."""
@@ -146,3 +192,16 @@ class OrderTaker:
                 self._trouble = type(error).__name__
         message = self._ranks.settle(refused, order=msgspec.to_builtins(order))[0]["order"]
         return None if message is None else msgspec.convert(message, PushOrder)
+
+
+def _surely(call: Callable[[], _T]) -> _T:
+    """What `call` returns; it is called again for some seconds, once at least, while nobody knows what became of it."""
+    deadline, is_last = Deadline(_AGAIN_S), False
+    while True:
+        try:
+            return call()
+        except _UNKNOWN:
+            if is_last:
+                raise
+            is_last = deadline.expired
+        time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""Orders to push: given once, reported once, and given up in time."""
+"""Orders to push: given to one taker, reported once, and given up in time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, as_completed
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +19,8 @@ from weightsync.control.methods.push import PushMethod
 from weightsync.control.push_orders import PushOrders
 from weightsync.errors import (
     DeadlineExceededError,
+    EngineError,
+    EngineUnreachableError,
     InvalidRequestError,
     LoadError,
     StateError,
@@ -66,8 +68,23 @@ def test_an_order_is_taken_once_and_its_report_ends_the_sync(orders: PushOrders)
     assert orders.next(4) is None, "it was taken"
     orders.done(order.order_id, report(4))
     assert sync.result(LONG_S).version.number == 4
+    orders.done(order.order_id, report(4))  # whoever has not had the answer says it again
     with pytest.raises(StateError, match="given up, or is over"):
-        orders.done(order.order_id, report(4))
+        orders.done(order.order_id, report(5))
+
+
+def test_whoever_had_no_answer_gets_the_order_again_and_nobody_else(orders: PushOrders) -> None:
+    """Seen red: nobody got it, and rollout was locked until the order, and those behind it, were given up."""
+    sync = ordered(orders, 3)
+    order = orders.next(3, taker="a", wait_s=LONG_S)
+    assert order is not None
+    assert [orders.next(4, taker=who) for who in ("b", None, "a")] == [None, None, order]
+    assert orders.next(2, taker="a") is None, "it has not what was ordered"
+    orders.done(order.order_id, LoadError("no room"))
+    orders.done(order.order_id, LoadError("no room"))
+    assert orders.next(4, taker="a") is None, "it was reported"
+    with pytest.raises(LoadError):
+        sync.result(LONG_S)
 
 
 def test_ranks_that_are_behind_take_none(orders: PushOrders) -> None:
@@ -335,6 +352,69 @@ def test_a_step_whose_push_failed_waits_for_no_retry_that_nobody_waits_for() -> 
     ):
         with pytest.raises(SyncFailedError, match="a hiccup"):
             push.step()
+        assert engines.num_pushes == 1
+
+
+class Lossy:
+    """A call of `ControllerClient` whose first answers, or requests, are lost."""
+
+    def __init__(self, patched: pytest.MonkeyPatch, name: str, *, heard: bool = True, num_lost: int = 1) -> None:
+        self._call, self._heard, self.num_lost = getattr(ControllerClient, name), heard, num_lost
+        patched.setattr(ControllerClient, name, lambda *args, **options: self._asked(*args, **options))
+
+    def _asked(self, *args: Any, **options: Any) -> Any:
+        if self.num_lost == 0:
+            return self._call(*args, **options)
+        self.num_lost -= 1
+        if self._heard:
+            self._call(*args, **options)
+        raise EngineUnreachableError("the connection broke")
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["request", "answer"])
+@pytest.mark.parametrize("call", ["train_worker_notify_weight_update", "next_push", "push_done"])
+def test_an_exchange_that_is_lost_locks_rollout_for_no_time(
+    call: str, heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer waits for a batch behind the step, and asks no more. Seen red: rollout was locked for minutes."""
+    lost = Lossy(monkeypatch, call, heard=heard)
+    config = {"sync_method": "push", "sync_mode": "sync", "fleet": {"port": 0, "models": ["actor"]}}
+    engines = Engines("well", "well")
+    with build_controller(config) as built, pusher_of(built.url, engines) as push:
+        assert push.step() is not None
+        assert built.controller.await_rollout_service("actor", timeout_s=0.2) == "continue"
+        assert built.controller.rollout_service_state("actor").rollout_model_version == 1
+        assert push.step() is not None
+        assert (engines.num_pushes, lost.num_lost) == (2, 0)
+
+
+def test_a_report_that_nobody_heard_is_said_before_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: the next step was told nothing, as its controller waited for that report."""
+    monkeypatch.setattr(order_taker, "_AGAIN_S", 0.0)
+    lost = Lossy(monkeypatch, "push_done", heard=False, num_lost=2)
+    config = {"sync_method": "push", "sync_mode": "fully-async", "fleet": {"port": 0, "models": ["actor"]}}
+    engines = Engines("well", "well")
+    with build_controller(config) as built, pusher_of(built.url, engines) as push:
+        assert push.step() is not None
+        assert (lost.num_lost, built.controller.rollout_service_state("actor").rollout_model_version) == (0, 0)
+        assert push.step() is not None
+        assert built.controller.rollout_service_state("actor").rollout_model_version == 2
+        assert engines.num_pushes == 2
+
+
+def test_no_order_is_made_twice_where_its_report_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red with an order that is given again, and a taker that does not look which it is."""
+
+    def refuses(*args: object, **options: object) -> None:
+        raise EngineError("413: too large")
+
+    monkeypatch.setattr(ControllerClient, "push_done", refuses)
+    monkeypatch.setattr(order_taker, "_ORDER_S", 0.1)
+    config = {"sync_method": "push", "sync_mode": "fully-async", "fleet": {"port": 0, "models": ["actor"]}}
+    engines = Engines("well")
+    with build_controller(config) as built, pusher_of(built.url, engines) as push:
+        assert push.step() is not None
+        assert push.step() is None
         assert engines.num_pushes == 1
 
 
