@@ -30,6 +30,7 @@ ago or more; 0: behind each patch; "never". 600 where it is not set."""
 _EVERY_S = 600.0
 _KEPT = 8
 _logger = logging.getLogger(__name__)
+_SLEEPS = "vLLM has sleep mode, which may unmap weights while they are read: without --enable-sleep-mode they can be"
 _RANK = {False: 0, None: 1, True: 2}
 
 
@@ -38,10 +39,13 @@ class AskedAudits:
 
     Args:
         verify: see `EngineWorker.verify`; those who ask for the same at the same time share one reading.
+        sleeps: vLLM has sleep mode: it may unmap weights at any time, and who reads them then ends the process. So
+            nothing is read, and who asks is told so.
     """
 
-    def __init__(self, verify: Callable[[], EngineReply]) -> None:
+    def __init__(self, verify: Callable[[], EngineReply], *, sleeps: bool = False) -> None:
         self._verify = verify
+        self._sleeps = sleeps
         self._lock = threading.Lock()
         self._read_s: float | None = None  # when a reading by itself has ended
         self._ended: collections.deque[VllmAudit] = collections.deque(maxlen=_KEPT)
@@ -52,9 +56,12 @@ class AskedAudits:
         Raises:
             EngineError: it can have no thread.
         """
+        if self._sleeps:
+            return self._note(VllmAudit(name=name, said=_SLEEPS), now_s())
         begun = in_thread(lambda: self._run(name), name="weightsync-vllm-audit")
         if begun.done() and (error := begun.exception()) is not None:
             raise EngineError(f"live weights can't be read: {error}", state_left="nothing was changed") from error
+        return None
 
     @property
     def ended(self) -> tuple[VllmAudit, ...]:
@@ -71,7 +78,7 @@ class AskedAudits:
             audit: see `EngineWorker.audit`.
         """
         every_s, read_s = _every_s(), self._read_s
-        if every_s == math.inf or (read_s is not None and time.monotonic() < read_s + every_s):
+        if self._sleeps or every_s == math.inf or (read_s is not None and time.monotonic() < read_s + every_s):
             return
 
         def run() -> None:

@@ -112,7 +112,8 @@ class WeightSyncTransferEngine:
 
         self._loader = VLLMWeightLoader(given.model, model_config=given.model_config, vllm_config=given.vllm_config)
         self._worker = EngineWorker(self._loader, index=self._index, track=f"vllm/worker-{self._index}")
-        self._audits = AskedAudits(self._worker.verify)
+        sleeps = bool(getattr(given.model_config, "enable_sleep_mode", False))
+        self._audits = AskedAudits(self._worker.verify, sleeps=sleeps)
         self._adapters = WorkerAdapters(given.model, given.vllm_config)
         version_board.served = self._served
 

@@ -104,3 +104,13 @@ def test_one_that_can_have_no_thread_is_refused(monkeypatch: pytest.MonkeyPatch)
     fail_starts(monkeypatch, "weightsync-vllm-audit")
     with pytest.raises(EngineError, match="can't start new thread"):
         AskedAudits(lambda: EngineReply(engine_id="e")).begin("a")
+
+
+def test_where_vllm_has_sleep_mode_nobody_reads_live_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be unmapped meanwhile, and who reads them then ends the worker. No GPU here: it is seen that none reads."""
+    monkeypatch.setattr(asked_audits, "in_thread", lambda *_, name: pytest.fail(f"{name} was started"))
+    audits = AskedAudits(lambda: EngineReply(engine_id="e"), sleeps=True)
+    audits.begin("asked")
+    audits.behind("run/1#x", lambda _: True)
+    assert [(each.name, each.equal) for each in audits.ended] == [("asked", None)]
+    assert "sleep mode" in str(audits.ended[0].said)
