@@ -107,7 +107,7 @@ def test_one_that_can_have_no_thread_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_where_vllm_has_sleep_mode_nobody_reads_live_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be unmapped meanwhile, and who reads them then ends the worker. No GPU here: it is seen that none reads."""
+    """They may be unmapped meanwhile, and who reads them then ends the worker. No GPU here: none reads."""
     monkeypatch.setattr(asked_audits, "in_thread", lambda *_, name: pytest.fail(f"{name} was started"))
     audits = AskedAudits(lambda: EngineReply(engine_id="e"), sleeps=True)
     audits.begin("asked")
