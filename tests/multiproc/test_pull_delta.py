@@ -11,6 +11,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from tests.multiproc.pull_hook import Hook
 from tests.multiproc.pull_kit import (
@@ -26,10 +29,15 @@ from tests.multiproc.pull_kit import (
     third_stands,
     wait_until,
 )
-from tests.standins.processes import Child, children
+from tests.standins.processes import Child, children, run_ranks
 from weightsync.clients.agent import AgentClient
+from weightsync.extract.fsdp import FSDPWeightExtractor
+from weightsync.host.puller import Puller
+from weightsync.host.staging import Staging
+from weightsync.trainer.publisher import WeightManager
+from weightsync.types import Deadline
 from weightsync.types.publication import DeltaBase
-from weightsync.types.transfer_messages import RegisterRequest, TransferRequest
+from weightsync.types.transfer_messages import RegisterRequest, TransferRequest, Transport
 
 Start = Callable[..., Child]
 GUARD_S = 0.4
@@ -319,3 +327,49 @@ def test_engines_are_given_what_changed_alone(start: Start, transport: str) -> N
     service.ask("close")
     trainer.ask("close")
     assert shm_of(trainer.pid, trainer.agent_pid, service.pid) == []
+
+
+def _pulled_on_one_staging(rank: int, _world_size: int) -> list[tuple[int, int | None, str | None]]:
+    """Two ranks as two hosts, which both change in each version; rank 0 pulls three, from the second on with a new
+    puller. Of each version: deltas, elements of the patch, and why there is none."""
+    model = fully_shard(torch.nn.Linear(128, 128, bias=False))
+    kept, found = Staging(), []
+
+    with WeightManager(MODEL, run_id="run", guard_s=20.0, host_group="ab"[rank]) as manager:
+        manager.start(deltas=True)
+
+        def puller() -> Puller:
+            return Puller(
+                manager.endpoint, MODEL, receiver_id="r", may_call=lambda _: True, transport=Transport.TCP,
+                patch_limit=lambda: 0.5, staging=kept,
+            )  # fmt: skip
+
+        used = puller()
+        for version in (1, 2, 3):
+            report = manager.offload(FSDPWeightExtractor(model), version)
+            manager.wait_published(version, timeout_s=30)
+            manager.wait_delta_ready(version, timeout_s=30)
+            dist.barrier()
+            if rank == 0:
+                with used.pull(deadline=Deadline(30), at_least=lambda wanted=report.version: wanted) as pulled:
+                    counts = None if pulled.patch is None else sum(each.count for each in pulled.patch.tensors)
+                    found.append((pulled.num_deltas, counts, pulled.no_patch_because))
+                if version == 1:
+                    used.close()
+                    used = puller()
+            dist.barrier()
+            with torch.no_grad():
+                model.weight.to_local().view(-1)[:8] += 1.0
+        used.close()
+    kept.close()
+    return found
+
+
+def test_a_version_that_comes_partly_in_full_gives_no_patch() -> None:
+    """Seen red: the patch had the changes of the other source alone, and every engine refused it by its digest."""
+    found = run_ranks(_pulled_on_one_staging, 2)[0]
+    assert found == [
+        (0, None, "it came in full"),
+        (1, None, "a part of it came in full: what has changed there is not known"),
+        (2, 16, None),
+    ]

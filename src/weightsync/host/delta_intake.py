@@ -95,18 +95,25 @@ class DeltaIntake:
         return blobs
 
     def apply(
-        self, deltas: Mapping[int, Granted], blobs: Mapping[int, list[memoryview]], target: Target, held: Held | None
-    ) -> list[Changed] | None:
-        """Deltas onto the staging; what they changed, None where nobody wants to know.
+        self, granted: Mapping[int, Granted], blobs: Mapping[int, list[memoryview]], target: Target, held: Held | None
+    ) -> list[Changed] | str:
+        """Deltas onto the staging, on which the rest of the version is already; what has changed, or why nobody is
+        told.
 
         Raises:
             StateError: they did not give what was published; the next attempt takes a full.
         """
+        deltas = {index: each for index, each in granted.items() if each.grant.delta is not None}
         if not deltas:
-            return None
+            return "it came in full"
         assert held is not None
         manifest = next(iter(deltas.values())).grant.publication.manifest
-        keep_at_most = self._patch_bytes(manifest) // POSITION_BYTES
+        in_part = any(
+            each.grant.proof.digest not in held.digests[index : index + 1]
+            for index, each in granted.items()
+            if index not in deltas
+        )
+        keep_at_most = 0 if in_part else self._patch_bytes(manifest) // POSITION_BYTES
         changes: list[Changed] | None = []
         try:
             with self._recorder.phase("apply delta", detail=str(manifest.version)):
@@ -122,23 +129,29 @@ class DeltaIntake:
             raise StateError(
                 f"a delta did not give what was published, a full is taken: {type(error).__name__}: {error}"
             ) from error
-        return changes
+        if in_part:
+            return "a part of it came in full: what has changed there is not known"
+        return self._too_much() if changes is None else changes
 
     def lay_out(
-        self, changes: list[Changed] | None, target: Target, held: Held | None, manifest: Manifest
+        self, changes: list[Changed] | str, target: Target, held: Held | None, manifest: Manifest
     ) -> tuple[StagedPatch, Segment] | str:
         """What was changed, for engines that take patches, or why there is nothing for them; the segment is the
         caller's to close."""
         self._full_next = False  # a version has come, whole
-        if held is None:
-            return "it came in full"
+        if isinstance(changes, str):
+            return changes
+        if not self._patch_limit():
+            return self._too_much()
+        assert held is not None
+        return lay_out_patch(changes, target, held, self._patch_bytes(manifest)) or self._too_much()
+
+    def _too_much(self) -> str:
+        """Why changes are not laid out."""
         limit = self._patch_limit()
-        too_much = f"more has changed than patch_limit allows, {limit:.0%} of the model's bytes with positions"
         if not limit:
-            too_much = "no engine takes changes, as far as was known when it came, or patch_limit is 0"
-        if changes is None:
-            return too_much
-        return lay_out_patch(changes, target, held, self._patch_bytes(manifest)) or too_much
+            return "no engine takes changes, as far as was known when it came, or patch_limit is 0"
+        return f"more has changed than patch_limit allows, {limit:.0%} of the model's bytes with positions"
 
     def _patch_bytes(self, manifest: Manifest) -> int:
         """The most that a patch may take."""

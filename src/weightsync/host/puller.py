@@ -404,7 +404,7 @@ class Puller:
                 source.cancel()
 
         all_at_once(reads, cancel=cancel)
-        changes = self._deltas.apply(deltas, blobs, target, held)
+        changes = self._deltas.apply(granted, blobs, target, held)
         for index, each in deltas.items():
             self._agents.share(each, target, TargetMap(target, publication.sources[index], publication.parts_of(index)))
         proved = proved_manifest(granted, target.tensor_of)
