@@ -99,25 +99,25 @@ class Peak:
             self.grown_bytes = max(self.grown_bytes, sum(map(anonymous_bytes, self._pids)) - self._before)
 
 
-def trainer(nbytes: int, few: bool, conn: Any) -> None:
-    """Publishes a version when told so, of which `few` elements are others than in the one before, or all."""
+def trainer(nbytes: int, few: int, conn: Any) -> None:
+    """Publishes a version when told so, of which one row in `few` is another than in the one before; 0: all."""
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # freed blocks go straight back, so that the peak is what is live
     model = Model(nbytes, 0.0)
     with WeightManager("m", run_id="run", guard_s=20.0) as manager:
-        manager.start(deltas=few)
+        manager.start(deltas=bool(few))
         conn.send((manager.endpoint, manager.agent_pid))
         while (version := conn.recv()) is not None:
             with torch.no_grad():
                 for tensor in model.buffers():
-                    (tensor[version::200] if few else tensor).fill_(float(version))
+                    (tensor[version::few] if few else tensor).fill_(float(version))
             report = manager.offload(model.named_buffers(), version)
             if report.published:
                 manager.wait_published(version, timeout_s=60)
             conn.send(report.published)
 
 
-def receiver(nbytes: int, endpoint: str, transport: str, few: bool, conn: Any) -> None:
+def receiver(nbytes: int, endpoint: str, transport: str, few: int, conn: Any) -> None:
     """A rollout host whose engine loads in place."""
     torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
@@ -134,7 +134,7 @@ def receiver(nbytes: int, endpoint: str, transport: str, few: bool, conn: Any) -
         notice = NotifyRequest(run_id="run", model_id="m", version=version, sender_endpoint=endpoint, wait_s=60)
         status = host.notify_version(notice)
         for tensor in model.buffers():
-            assert bool(((tensor[version::200] if few else tensor) == float(version)).all())
+            assert bool(((tensor[version::few] if few else tensor) == float(version)).all())
         conn.send((status.version, str(status.transport), status.num_deltas))
     service.close()
 
@@ -143,7 +143,7 @@ def receiver(nbytes: int, endpoint: str, transport: str, few: bool, conn: Any) -
 def test_a_trainer_holds_two_models_and_a_third_only_under_a_lease(nbytes: int) -> None:
     """Many versions, a lease on one, many more: the third is given back soon after the lease is."""
     with children() as start:
-        child = start(trainer, nbytes, False, talk=True)
+        child = start(trainer, nbytes, 0, talk=True)
         endpoint, agent = child.recv()
 
         def publish(*versions: int) -> None:
@@ -170,10 +170,13 @@ def test_a_trainer_holds_two_models_and_a_third_only_under_a_lease(nbytes: int) 
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-@pytest.mark.parametrize(("transport", "most", "few"), [("tcp", 1.0, False), ("shm", 0.0, False), ("tcp", 1.0, True)])
-def test_a_receiver_holds_one_model_or_none(nbytes: int, transport: str, most: float, few: bool) -> None:
+@pytest.mark.parametrize(
+    ("transport", "most", "few"), [("tcp", 1.0, 0), ("shm", 0.0, 0), ("tcp", 1.0, 200), ("tcp", 1.0, 5)]
+)
+def test_a_receiver_holds_one_model_or_none(nbytes: int, transport: str, most: float, few: int) -> None:
     """Over TCP its staging, which it keeps, and a delta; on the publisher's host nothing, for it loads where the bytes
-    lie. The agent holds the delta, and no more than it says.
+    lie. The agent holds the delta, and no more than it says. Seen red: where one row in five changes, 8 bytes an
+    element were kept for a patch that was too large.
     """
     with children() as start:
         publisher = start(trainer, nbytes, few, talk=True, name="trainer")
@@ -190,7 +193,7 @@ def test_a_receiver_holds_one_model_or_none(nbytes: int, transport: str, most: f
                 assert making.grown_bytes < CODING, making.grown_bytes
             with Peak(rollout.pid) as peak:
                 rollout.conn.send(version)
-                assert rollout.recv() == (version, transport, int(few and warm))
+                assert rollout.recv() == (version, transport, int(bool(few) and warm))
             total = peak.segments_bytes + peak.grown_bytes
             assert total >= most * nbytes * (0 if warm else 1), "the measurement sees the staging"
             assert total <= most * nbytes + ((CODING if few else SLACK) if warm else 6 * SLACK), (

@@ -9,8 +9,10 @@ Each byte that changes is read and written once; the rest of the staging is only
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,10 @@ from weightsync.threads import map_all
 from weightsync.types import TensorSpec, itemsize_bytes
 from weightsync.types.publication import DeltaLink, Source
 
+Places: TypeAlias = npt.NDArray[np.integer[Any]]
+
 _DENSE_STEP = 1 << 20
+_NARROW = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,12 +39,13 @@ class Changed:
 
     Attributes:
         spec: the whole tensor's.
-        places: flat, rising, none twice; in pieces of `width_bytes`.
+        places: flat, rising, none twice; in pieces of `width_bytes`. uint32 where the whole tensor has at most 2**32 of
+            them, else int64.
         width_bytes: the size of an element, or of a part of one (complex numbers).
     """
 
     spec: TensorSpec
-    places: npt.NDArray[np.int64]
+    places: Places
     width_bytes: int
 
 
@@ -53,7 +59,7 @@ class DeltaApplier:
         parts: that lie in it.
         places: where they lie in the staging.
         digest: sum of the source's bytes as the staging has them, 32 hex digits.
-        keep_at_most: elements whose places are kept for `changed`; beyond it none are.
+        keep_at_most: elements whose places are kept for `changed`, counted once a delta; beyond it none are.
     """
 
     def __init__(
@@ -74,10 +80,9 @@ class DeltaApplier:
         """What was changed, a tensor each; None where it was too much to be kept."""
         if self._num_kept is None:
             return None
-        return [
-            dataclasses.replace(pieces[0], places=united([piece.places for piece in pieces]))
-            for pieces in self._kept.values()
-        ]
+        for name, pieces in self._kept.items():  # pieces go as they are joined: of one tensor alone there are both
+            self._kept[name] = [dataclasses.replace(pieces[0], places=united([piece.places for piece in pieces]))]
+        return [pieces[0] for pieces in self._kept.values()]
 
     def apply(self, blob: memoryview, link: DeltaLink) -> None:
         """One delta.
@@ -92,6 +97,9 @@ class DeltaApplier:
                 f"the delta {link.base} -> {link.version} builds on other bytes than are here",
                 published=reader.base.hex(), received=self._digest,
             )  # fmt: skip
+        self._expect(
+            sum(reader.num_changed(index) for index in range(len(self._units)) if not reader.form(index).is_full)
+        )
         sums = map_all(lambda index: self._apply_unit(reader, index), range(len(self._units)))
         total = ShardSum(lane_a=int(self._digest[:16], 16), lane_b=int(self._digest[16:], 16))
         for change in sums:
@@ -144,6 +152,12 @@ class DeltaApplier:
                     total += self._note(part, low, first, width, where, old[cut], change.new[cut])
         return total
 
+    def _expect(self, num_places: int) -> None:
+        """Keeps none from now on where so many more are too many: so nothing is kept in vain."""
+        if self._num_kept is not None and self._num_kept + num_places > self._keep_at_most:
+            self._num_kept = None
+            self._kept.clear()
+
     def _note(
         self,
         part: TensorSpec,
@@ -159,14 +173,12 @@ class DeltaApplier:
             return ShardSum.zero()
         places = _in_whole(part, where - first + (low - part.offset) // width, width)
         with self._lock:
+            self._expect(len(places))
             if self._num_kept is not None:
                 self._num_kept += len(places)
-                if self._num_kept > self._keep_at_most:
-                    self._num_kept = None
-                    self._kept.clear()
-                else:
-                    found = Changed(spec=part, places=places, width_bytes=width)
-                    self._kept.setdefault(part.name, []).append(found)
+                is_narrow = math.prod(part.shape) * (itemsize_bytes(part.dtype) // width) <= _NARROW
+                found = Changed(spec=part, places=places.astype(np.uint32) if is_narrow else places, width_bytes=width)
+                self._kept.setdefault(part.name, []).append(found)
         return change_sum(part, width, places, np.ascontiguousarray(old), np.ascontiguousarray(new))
 
 
@@ -182,7 +194,7 @@ def _in_whole(part: TensorSpec, places: npt.NDArray[np.int64], width: int) -> np
     return np.asarray(flat * pieces + within, np.int64)
 
 
-def united(finds: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+def united(finds: Sequence[Places]) -> Places:
     """Places of several finds in one tensor as one, rising and none twice.
 
     The units of one delta have other places each, which rise: put in order they are what is wanted, and nothing has to

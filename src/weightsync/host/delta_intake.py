@@ -15,7 +15,7 @@ from weightsync.handles.fanout import in_thread
 from weightsync.handles.stepped import check_choice
 from weightsync.host.agent_calls import Agents, Granted
 from weightsync.host.delta_apply import Changed
-from weightsync.host.delta_pull import POSITION_BYTES, Read, apply_blobs, fetch_blobs, lay_out_patch
+from weightsync.host.delta_pull import Read, apply_blobs, fetch_blobs, lay_out_patch, places_to_keep
 from weightsync.host.progress import all_at_once
 from weightsync.host.staged_version import StagedPatch
 from weightsync.host.staging import Held, Staging, Target
@@ -113,13 +113,15 @@ class DeltaIntake:
             for index, each in granted.items()
             if index not in deltas
         )
-        keep_at_most = 0 if in_part else self._patch_bytes(manifest) // POSITION_BYTES
+        num_deltas = max(map(len, blobs.values()))
+        keep_at_most = 0 if in_part else places_to_keep(manifest.tensors, self._patch_bytes(manifest), num_deltas)
         changes: list[Changed] | None = []
         try:
             with self._recorder.phase("apply delta", detail=str(manifest.version)):
                 for index, each in deltas.items():
                     found = apply_blobs(each, blobs[index], target, held, keep_at_most=keep_at_most)
                     changes = None if found is None or changes is None else changes + found
+                    keep_at_most = 0 if changes is None else keep_at_most - sum(len(one.places) for one in found or ())
         except Exception as error:  # whatever it is: a full does not need what failed here
             self._staging.forget()
             self._full_next = True

@@ -8,20 +8,19 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.codec.delta_units import ElementKind
 from weightsync.errors import SharedMemoryError, TransferError
 from weightsync.host.agent_calls import Agents, Granted, delta_content
-from weightsync.host.delta_apply import Changed, DeltaApplier, united
+from weightsync.host.delta_apply import Changed, DeltaApplier, Places, united
 from weightsync.host.relay import BlockShare
 from weightsync.host.staged_version import PatchedTensor, StagedPatch
 from weightsync.host.staging import Held, Target, TargetMap
 from weightsync.memory import Segment
 from weightsync.transfer.source import Arrived, Destination, RangedSource
-from weightsync.types import itemsize_bytes
+from weightsync.types import TensorSpec, itemsize_bytes
 from weightsync.types.publication import DeltaLink
 from weightsync.types.requests import MAX_PATCHED_ELEMENTS
 from weightsync.types.transfer_messages import Transport
@@ -29,9 +28,7 @@ from weightsync.types.transfer_messages import Transport
 Read = Callable[[RangedSource, list[int], Destination, Arrived], None]
 """`RangedSource.read` of a source, with a deadline."""
 
-_Places: TypeAlias = npt.NDArray[np.int64]
-
-POSITION_BYTES = 4
+_POSITION_BYTES = 4
 _ALIGNMENT = 16
 
 
@@ -87,6 +84,18 @@ def _fetch(agents: Agents, granted: Granted, link: DeltaLink, read: Read, arrive
     return memory
 
 
+def places_to_keep(tensors: Sequence[TensorSpec], limit_bytes: int, num_deltas: int) -> int:
+    """How many places of what so many deltas change may be kept for a patch of so many bytes.
+
+    One delta names a place once: more than fit into the patch are kept for nothing. Several may name the same ones:
+    their places take no more bytes than the patch may.
+    """
+    if num_deltas > 1:
+        return limit_bytes // _POSITION_BYTES
+    sizes = {itemsize_bytes(dtype): ElementKind.of_dtype(dtype).width_bytes for dtype in {x.dtype for x in tensors}}
+    return limit_bytes // min((_POSITION_BYTES + size) * width // size for size, width in sizes.items())
+
+
 def apply_blobs(
     granted: Granted, blobs: Sequence[memoryview], target: Target, held: Held, *, keep_at_most: int
 ) -> list[Changed] | None:
@@ -128,7 +137,7 @@ def lay_out_patch(
     by_name: dict[str, list[Changed]] = {}
     for change in changes:
         by_name.setdefault(change.spec.name, []).append(change)
-    wanted: list[tuple[Changed, _Places]] = []
+    wanted: list[tuple[Changed, Places]] = []
     tensors: list[PatchedTensor] = []
     end = 0
     for name, pieces in by_name.items():
@@ -140,7 +149,7 @@ def lay_out_patch(
             places = _elements(places, each)
         if math.prod(spec.shape) > MAX_PATCHED_ELEMENTS:  # of all of it: of a part, places are in the whole
             return None
-        positions_offset, values_offset = end, _aligned(end + POSITION_BYTES * len(places))
+        positions_offset, values_offset = end, _aligned(end + _POSITION_BYTES * len(places))
         end = _aligned(values_offset + size_bytes * len(places))
         if end > limit_bytes:
             return None
@@ -162,7 +171,7 @@ def lay_out_patch(
 
 
 def _fill(
-    segment: Segment, tensors: Sequence[PatchedTensor], wanted: Sequence[tuple[Changed, _Places]], target: Target
+    segment: Segment, tensors: Sequence[PatchedTensor], wanted: Sequence[tuple[Changed, Places]], target: Target
 ) -> None:
     """Writes positions and values to where `tensors` says."""
     for tensor, (piece, places) in zip(tensors, wanted, strict=True):
@@ -176,12 +185,12 @@ def _fill(
         now.take(places, out=values, mode="clip")  # nothing is clipped; "raise" would write to a copy first
 
 
-def _elements(places: _Places, each: int) -> _Places:
+def _elements(places: Places, each: int) -> Places:
     """Rising places of parts, of which an element has `each`, as places of elements: rising, none twice."""
     places = places // each
     is_new = np.ones(len(places), bool)
     np.not_equal(places[1:], places[:-1], out=is_new[1:])
-    return np.asarray(places[is_new], np.int64)
+    return np.asarray(places[is_new], places.dtype)
 
 
 def _aligned(offset: int) -> int:

@@ -25,7 +25,7 @@ from weightsync.codec.model_digest import ShardSum
 from weightsync.errors import DeltaFormatError, DigestMismatchError
 from weightsync.host import delta_apply, delta_pull
 from weightsync.host.delta_apply import Changed, DeltaApplier, united
-from weightsync.host.delta_pull import fetch_blobs, lay_out_patch
+from weightsync.host.delta_pull import fetch_blobs, lay_out_patch, places_to_keep
 from weightsync.host.staging import Held, Staging, Target, TargetMap
 from weightsync.memory import MappedSegment, folder
 from weightsync.plan.boxes import whole_box
@@ -178,10 +178,10 @@ def check_patch(
             assert bytes(mapped.memory[start : start + width * tensor.count]) == rows[-1][expected].tobytes()
 
 
-def made(wrong: str) -> tuple[Staging, DeltaApplier, bytes]:
-    spec = TensorSpec(name="w", dtype="bfloat16", shape=(100,))
+def made(wrong: str, count: int = 100) -> tuple[Staging, DeltaApplier, bytes]:
+    spec = TensorSpec(name="w", dtype="bfloat16", shape=(count,))
     layout = plan_layout([spec])
-    before = np.arange(100, dtype=np.uint16)
+    before = np.arange(count, dtype=np.uint16)
     after = before.copy()
     after[::7] += 1
     old, new = (Laid(layout, {"w": words.tobytes()}) for words in (before, after))
@@ -222,6 +222,42 @@ def test_more_changes_than_are_wanted_are_not_kept() -> None:
     assert applier.changed is None
     with pytest.raises(DigestMismatchError):
         applier.check_result("2" * 32)
+    staging.close()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "num_deltas", "most"),
+    [
+        (["bfloat16"], 1, 100), (["bfloat16", "int8"], 1, 120), (["float32"], 1, 75), (["complex64"], 1, 100),
+        (["bfloat16"], 2, 150),
+    ],
+)  # fmt: skip
+def test_no_more_places_are_kept_than_fit(dtypes: list[str], num_deltas: int, most: int) -> None:
+    """Into 600 bytes with their values. Seen red: as many were kept as fit without."""
+    tensors = [TensorSpec(name=dtype, dtype=dtype, shape=(9,)) for dtype in dtypes]
+    assert places_to_keep(tensors, 600, num_deltas) == most
+
+
+def test_nothing_is_kept_of_a_delta_that_says_that_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: all were kept until there were too many."""
+    monkeypatch.setattr(f"{__name__}._UNIT_BYTES", 1 << 13)
+    monkeypatch.setattr(delta_apply, "plan_units", functools.partial(plan_units, unit_bytes=1 << 13))
+    staging, applier, blob = made("nothing", count=7 << 12)
+    applier._keep_at_most = 4095  # of 4096
+    monkeypatch.setattr(delta_apply, "Changed", lambda **_: pytest.fail("places were kept"))
+    applier.apply(memoryview(blob), LINK)
+    assert applier.changed is None
+    staging.close()
+
+
+def test_a_place_that_is_kept_takes_four_bytes() -> None:
+    """Seen red: eight."""
+    staging, applier, blob = made("nothing")
+    applier._keep_at_most = 15
+    applier.apply(memoryview(blob), LINK)
+    for found in (applier.changed, applier.changed):
+        assert found is not None
+        assert [(each.places.tolist(), each.places.dtype) for each in found] == [([*range(0, 100, 7)], np.uint32)]
     staging.close()
 
 
