@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -28,6 +29,7 @@ Flush: TypeAlias = tuple[list[tuple[str, torch.Tensor]], bool]
 """The named tensors of one, and whether it is the last."""
 
 _POSITION_BYTES = 4
+_MOST_ELEMENTS = (1 << 31) - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +76,14 @@ def whole(staged: StagedVersion, segment: MappedSegment) -> Iterator[Piece]:
 
 def needs_whole(pieces: Iterable[Piece]) -> bool:
     """Whether verl's loaders can't take these changes: to them a NaN says that an element stays as it was, so no new
-    value may be one, and none may be of a dtype that has none."""
-    return any(not piece.values.is_floating_point() or bool(piece.values.isnan().any()) for piece in pieces)
+    value may be one, and none may be of a dtype that has none. Positions are int32, and verl's own engine takes no
+    parameter with more elements."""
+    return any(
+        math.prod(piece.spec.shape) > _MOST_ELEMENTS
+        or not piece.values.is_floating_point()
+        or bool(piece.values.isnan().any())
+        for piece in pieces
+    )
 
 
 def flushes(pieces: Iterable[Piece], *, most_bytes: int) -> Iterator[Flush]:

@@ -18,7 +18,9 @@ from tests.standins.frameworks import VERL_METHODS, checksum, provide_verl, take
 provide_verl()
 
 from weightsync.adapters.verl import WeightSyncCheckpointEngine  # noqa: E402
+from weightsync.adapters.verl_flush import Piece, needs_whole  # noqa: E402
 from weightsync.errors import ConfigError, InvalidRequestError  # noqa: E402
+from weightsync.types import TensorSpec  # noqa: E402
 
 LONG_S = 60.0
 
@@ -183,6 +185,16 @@ def test_changed_integers_come_whole(worlds: list[World]) -> None:
         sent["count"][0] = number
         assert set(engine.apply(world.update(sent)[0])) == {"dense"}
         assert same(engine.live, sent)
+
+
+@pytest.mark.parametrize(("rows", "is_whole"), [(1, False), (2, True), (3, True)])
+def test_a_parameter_that_int32_can_not_count_comes_whole(rows: int, is_whole: bool) -> None:
+    """Seen red: positions from 2**31 on went out as negative ones, which verl's rollouts refuse at each version."""
+    spec = TensorSpec(name="w", dtype="bfloat16", shape=(rows, 1 << 30))
+    piece = Piece(
+        spec=spec, positions=torch.zeros(1, dtype=torch.int32), values=torch.zeros(1, dtype=torch.bfloat16)
+    )  # fmt: skip
+    assert needs_whole([piece]) == is_whole
 
 
 def test_what_makes_no_sense_is_refused() -> None:
