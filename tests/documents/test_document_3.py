@@ -169,7 +169,7 @@ def test_a_receiver_pulls_in_full_and_then_what_has_changed(trained: Trained) ->
         assert sizes[0][1] >= whole
         assert sizes[-1][0] == 1
         assert sizes[-1][1] < whole / 10, "the changed elements alone"
-        found = {each.receiver_id: each for each in agent.receivers().receivers}["raas-7"]
+        (found,) = (each for each in agent.receivers().receivers if each.receiver_id.startswith("raas-7-"))
     assert isinstance(found, ReceiverInfo)
     assert (found.version, found.num_transfers, found.num_failed) == (f"{RUN}/{trained.version}", len(sizes), 0)
     assert found.received_bytes >= sizes[0][1]
@@ -177,6 +177,30 @@ def test_a_receiver_pulls_in_full_and_then_what_has_changed(trained: Trained) ->
     assert found.bytes_per_s > 0
     assert found.since_s <= found.seen_s
     buffer.close()
+
+
+def test_receivers_of_one_configuration_do_not_end_each_others_transfers(trained: Trained) -> None:
+    """The second one pulls when the first has its grant. Seen red: they had one name, and each grant ended the other's
+    transfer."""
+    engine, trained_now = TCPTransferEngine(TransferEngineConfig("raas-8")), trained.step()
+    receivers, buffers = [], [TransferBuffer(), TransferBuffer()]
+    with contextlib.ExitStack() as stack:
+        for buffer in buffers:
+            receivers.append(engine.receiver(trained.ranks.endpoint, "default", buffer))
+            stack.enter_context(contextlib.closing(receivers[-1]))
+        attempts: list[int] = []
+
+        def other_pulls(_: object) -> None:
+            if not attempts:
+                with receivers[1].pull(deadline=Deadline(30)) as pulled:
+                    attempts.append(pulled.num_attempts)
+
+        with receivers[0].pull(deadline=Deadline(30), granted=other_pulls) as pulled:
+            assert pulled.received_bytes >= sum(map(len, trained_now.values()))
+            attempts.append(pulled.num_attempts)
+        assert attempts == [1, 1]
+    for buffer in buffers:
+        buffer.close()
 
 
 # --- POST /notify_version, on each RaaS ---

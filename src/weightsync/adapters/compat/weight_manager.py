@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -229,8 +230,12 @@ class TCPTransferEngine:
             buffer: where it goes, from pull to pull.
             mode: "full", or "delta" where the agent has one from what the buffer holds.
             token: the agent's bearer token.
+
+        Returns:
+            The receiver. The agent's `/receivers` names it by `local_hostname`, with an ending of its own.
         """
+        receiver_id = f"{self.config.local_hostname}-{uuid.uuid4().hex[:8]}"  # two of one would end each other's pulls
         return Puller(
-            sender_endpoint, model_id, receiver_id=self.config.local_hostname, token=token, transport=Transport.TCP,
-            mode=mode, num_streams=self.num_parallel_streams, staging=buffer,
+            sender_endpoint, model_id, receiver_id=receiver_id, token=token, transport=Transport.TCP, mode=mode,
+            num_streams=self.num_parallel_streams, staging=buffer,
         )  # fmt: skip
