@@ -116,7 +116,7 @@ def ordered(tree: Tree) -> Any:
 def manager(tree: Tree) -> Any:
     """What a `WeightManager` keeps, and starts its agent with."""
     made = WeightManager.from_config(tree)
-    return made._config, made._guard_s, made._timeout_s, made._dtype, made._given_run_id
+    return made._config, made._guard_s, made.timeout_s, made._dtype, made._given_run_id
 
 
 def extractor(tree: Tree) -> Any:

@@ -72,7 +72,7 @@ class WeightManager(Closing):
         recorder: where phases go; an own one where not given.
 
     Attributes:
-        recorder, model_id, alone: as above.
+        recorder, model_id, timeout_s, alone: as above.
         run_id: name of this run; empty before `start`.
 
     Raises:
@@ -118,7 +118,7 @@ class WeightManager(Closing):
         self._given_run_id = run_id
         self.run_id = ""
         self._guard_s = guard_s
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._agent_timeout_s = agent_timeout_s
         self._config = config
         self._host_group = host_group
@@ -213,7 +213,7 @@ class WeightManager(Closing):
             raise
 
     def _start(self, deltas: bool, error: WeightSyncError | None) -> None:
-        ranks = self._ranks = TrainingRanks(timeout_s=self._timeout_s, alone=self.alone)
+        ranks = self._ranks = TrainingRanks(timeout_s=self.timeout_s, alone=self.alone)
         host = ""
         try:
             check_names(self._given_run_id, self.model_id)
@@ -248,7 +248,7 @@ class WeightManager(Closing):
         self.run_id = answers[0]["run_id"]
         self._steps = OffloadSteps(
             ranks, self._hosts, model_id=self.model_id, dtype=self._dtype, guard_s=self._guard_s,
-            leases=self._config.lease_s > 0, timeout_s=self._timeout_s, recorder=self.recorder,
+            leases=self._config.lease_s > 0, timeout_s=self.timeout_s, recorder=self.recorder,
         )  # fmt: skip
         self._endpoints = [what["endpoint"] for what in answers]
 

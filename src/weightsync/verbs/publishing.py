@@ -166,10 +166,9 @@ def publish(
             made = _as_offloaded(weights, settings, name_map=name_map, bridge=bridge)
         else:
             assert isinstance(weights, torch.nn.Module)
-            timeout_s = options.get("timeout_s", 60.0)
-            ranks = TrainingRanks(timeout_s=timeout_s, alone=bool(options.get("alone")))
+            ranks = TrainingRanks(timeout_s=manager.timeout_s, alone=manager.alone)
             try:
-                made = lora.extractor(weights, settings, ranks, name_map=name_map, timeout_s=timeout_s)
+                made = lora.extractor(weights, settings, ranks, name_map=name_map, timeout_s=manager.timeout_s)
             finally:
                 ranks.close()
         if no_route is not None:

@@ -101,6 +101,25 @@ def test_what_is_said_of_an_adapter_needs_one(said: dict[str, Any]) -> None:
         lora_choice(torch.nn.Linear(2, 2), **{"adapter": None, "merge": False, "base": None, **said})
 
 
+@pytest.mark.parametrize(("options", "waits_s"), [({}, 600.0), ({"timeout_s": 7.0}, 7.0)])
+def test_ranks_agree_on_the_base_within_the_time_out_of_the_publisher(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, float], waits_s: float
+) -> None:
+    """Seen red: 60 s, whatever the configuration said."""
+    asked: list[float] = []
+
+    class Ranks(TrainingRanks):
+        def __init__(self, *, timeout_s: float, alone: bool = False) -> None:
+            asked.append(timeout_s)
+            super().__init__(timeout_s=timeout_s, alone=alone)
+
+    for module in ("verbs.publishing", "trainer.publisher"):
+        monkeypatch.setattr(f"weightsync.{module}.TrainingRanks", Ranks)
+    config = {"sync_method": "pull", "transfer": {"join_timeout_s": 600}}
+    with weightsync.publish(peft_model(), "m", port=0, config=config, **options):
+        assert asked == [waits_s, waits_s]
+
+
 def test_contradictions_are_refused() -> None:
     model = peft_model()
     with pytest.raises(ConfigError, match="keep one"):
