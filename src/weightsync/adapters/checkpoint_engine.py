@@ -14,7 +14,7 @@ import contextlib
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -24,10 +24,13 @@ from weightsync.errors import InvalidRequestError, StateError
 from weightsync.host.puller import Puller
 from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import MappedSegment
+from weightsync.plan.buckets import split_by_bytes
 from weightsync.tensors import tensor_from_bytes
 from weightsync.trainer.publisher import WeightManager
 from weightsync.types import Deadline, Version
 from weightsync.types.message import learn
+
+_Given = TypeVar("_Given")
 
 _TOKEN_BYTES = 32
 
@@ -174,20 +177,34 @@ class Receiver:
         with self.pulled(timeout_s=timeout_s) as staged, MappedSegment(staged.segment, need_bytes=1) as segment:
             yield from whole_tensors(staged, segment)
 
-    async def received(self, *, timeout_s: float) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    def received(self, *, timeout_s: float) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """As `receive`; the trainer is waited for in a thread."""
-        pairs = self.receive(timeout_s=timeout_s)
+        return self._awaited(self.receive(timeout_s=timeout_s))
+
+    def received_batches(
+        self, most_bytes: float, *, timeout_s: float
+    ) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
+        """As `received`, in batches of at most so many bytes; a larger tensor alone. The last one is true until the
+        iterator ends, too."""
+        return self._awaited(self._batches(most_bytes, timeout_s=timeout_s))
+
+    def _batches(self, most_bytes: float, *, timeout_s: float) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
+        with self.pulled(timeout_s=timeout_s) as staged, MappedSegment(staged.segment, need_bytes=1) as segment:
+            yield from split_by_bytes(whole_tensors(staged, segment), lambda pair: pair[1].nbytes, most_bytes)
+
+    async def _awaited(self, given: Generator[_Given, None, None]) -> AsyncGenerator[_Given, None]:
+        """The first of what is given is waited for in a thread."""
         try:
-            first = await asyncio.to_thread(next, pairs, None)
+            first = await asyncio.to_thread(next, given, None)
         except asyncio.CancelledError:  # who is cancelled here can't close it: the thread runs it
             if self._puller is not None:
                 self._puller.cancel()
             raise
-        with contextlib.closing(pairs):
+        with contextlib.closing(given):
             if first is not None:
                 yield first
-            for pair in pairs:
-                yield pair
+            for each in given:
+                yield each
 
     @contextlib.contextmanager
     def pulled(self, *, timeout_s: float = 600.0) -> Iterator[StagedVersion]:

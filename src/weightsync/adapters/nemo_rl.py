@@ -136,15 +136,9 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise StateError("init_rollout_process_group comes first")
         if self._lost_count:
             raise StateError("the last transfer brought nothing here: prepare all workers again, to know the next one")
-        received, batch, size = receiver.received(timeout_s=self._timeout_s), list[tuple[str, torch.Tensor]](), 0
+        received = receiver.received_batches(self._batch_bytes, timeout_s=self._timeout_s)
         try:
-            async for name, tensor in received:
-                if batch and size + tensor.nbytes > self._batch_bytes:
-                    yield batch
-                    batch, size = [], 0
-                batch.append((name, tensor))
-                size += tensor.nbytes
-            if batch:
+            async for batch in received:
                 yield batch
         finally:
             await received.aclose()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ provide_nemo_rl()
 from weightsync.adapters.nemo_rl import WeightSyncCheckpointEngine  # noqa: E402
 from weightsync.errors import InvalidRequestError, StateError, WeightSyncError  # noqa: E402
 from weightsync.handles.fanout import in_thread  # noqa: E402
+from weightsync.memory import Reader, is_read  # noqa: E402
 
 LONG_S = 60.0
+SHM = Path("/dev/shm")
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
@@ -122,6 +126,25 @@ def test_a_batch_has_no_more_than_a_bucket() -> None:
         sender.result(LONG_S)
         assert sorted(name for batch in got for name in batch) == ["a", "b", "none"]
         assert len(got) == 2  # "a" is larger than a bucket, and comes alone
+
+
+def test_the_last_batch_comes_while_its_memory_is_held() -> None:
+    """Seen red: the trainer's segment was given back before the batch that reads it was handed out."""
+    with contextlib.closing(World(1, 1)) as world:
+        world.connect()
+        sender = in_thread(lambda: asyncio.run(world.policy[0].send_weights(iter(weights(2.0).items()))), name="policy")
+
+        async def held() -> list[bool]:
+            return [mapped() async for _ in world.rollout[0].receive_weight_batches()]
+
+        assert asyncio.run(held()) == [True]
+        sender.result(LONG_S)
+        assert not mapped()
+
+
+def mapped() -> bool:
+    """Whether anybody reads a segment of this process."""
+    return any(is_read(path.name, Reader.MAPPED) for path in SHM.glob(f"weightsync-{os.getpid()}-*"))
 
 
 def test_what_can_not_be_is_refused() -> None:
