@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 
 from weightsync.clients.host import RolloutClient
 from weightsync.control.method import Peers, SyncMethod
-from weightsync.errors import InvalidRequestError, NoEnginesError, NotPublishedError, SyncFailedError, VersionError
-from weightsync.handles.fanout import call_all
+from weightsync.errors import (
+    InvalidRequestError,
+    NoEnginesError,
+    NotPublishedError,
+    SyncFailedError,
+    VersionError,
+    WeightSyncError,
+)
+from weightsync.handles.fanout import call_all, in_thread
 from weightsync.types import Version
 from weightsync.types.deadline import check_wait_s
 from weightsync.types.service import ModelStatus, NotifyRequest
@@ -21,7 +30,8 @@ class PullMethod(SyncMethod):
 
     A sync succeeds where every live service serves the version that it has fetched and proved. Those that do not are
     named in the error, and are tried again with the others: who serves it already answers at once. `evict_failed` goes
-    on without them.
+    on without them. Each later sync tells them too, and does not wait: one that serves what it was told of takes part
+    again. Where everybody was evicted, all take part again in the sync of a newer version.
 
     Args:
         services: rollout services, by a name that tells operators which it is.
@@ -45,6 +55,10 @@ class PullMethod(SyncMethod):
         self._senders = dict(senders)
         self._timeout_s = check_wait_s("timeout_s", timeout_s)
         self.peers = Peers()
+        self._lock = threading.Lock()
+        self._asked: dict[str, Version] = {}  # by model: what was asked for last
+        self._evicted: dict[str, Version | None] = {}  # by model: what was asked for when somebody was evicted last
+        self._told: set[tuple[str, str]] = set()  # model and name of who was evicted, and is told now
 
     def live(self, model_tag: str) -> tuple[str, ...]:
         """The services of this model that take part."""
@@ -55,20 +69,26 @@ class PullMethod(SyncMethod):
 
         Raises:
             InvalidRequestError: nobody said which agent has this model.
-            NoEnginesError: every service was evicted.
+            NoEnginesError: every service was evicted, and this version is not newer.
             NotPublishedError: the agent says that it has no such version. Nothing was committed.
             SyncFailedError: some do not serve it; `causes` says why, by service.
         """
         sender = self._senders.get(model_tag)
         if sender is None:
             raise InvalidRequestError(f"no agent of model {model_tag!r} is known: {', '.join(self._senders) or 'none'}")
+        if not self.live(model_tag) and self._is_newer(model_tag, version):
+            for name in self._services:
+                self.peers.readmit(model_tag, name)
+        self._asked[model_tag] = version
         names = self.live(model_tag)
-        if not names:
-            raise NoEnginesError(f"every rollout service of model {model_tag!r} was evicted")
         notice = NotifyRequest(
             run_id=version.run_id, model_id=model_tag, version=version.number, sender_endpoint=sender,
             wait_s=self._timeout_s,
         )  # fmt: skip
+        for name in self._services.keys() - set(names):
+            self._tell_evicted(name, notice)
+        if not names:
+            raise NoEnginesError(f"every rollout service of model {model_tag!r} was evicted")
         served, causes = call_all(
             {name: functools.partial(_tell, self._services[name], notice) for name in names},
             what="a notification",
@@ -89,6 +109,38 @@ class PullMethod(SyncMethod):
                 state_left="the others do; those serve their old version, or refuse to serve",
             )
         return min(served.values())
+
+    def evict_failed(self, model_tag: str) -> Sequence[str]:
+        """See `SyncMethod.evict_failed`; and `PullMethod` for when they take part again."""
+        failed = super().evict_failed(model_tag)
+        if failed:
+            self._evicted[model_tag] = self._asked.get(model_tag)
+        return failed
+
+    def _is_newer(self, model_tag: str, version: Version) -> bool:
+        """Whether that version was not asked for when somebody was evicted last."""
+        last = self._evicted.get(model_tag)
+        return last is None or last.run_id != version.run_id or last.number < version.number
+
+    def _tell_evicted(self, name: str, notice: NotifyRequest) -> None:
+        """Tells one that was evicted, in a thread of its own and not twice at once. It takes part again when it serves
+        that."""
+        key = (notice.model_id, name)
+        with self._lock:
+            if key in self._told:
+                return
+            self._told.add(key)
+
+        def tell() -> None:
+            with contextlib.suppress(WeightSyncError):  # its turn comes with the next sync
+                _tell(self._services[name], notice)
+                self.peers.readmit(notice.model_id, name)
+
+        def told(_: object) -> None:
+            with self._lock:
+                self._told.discard(key)
+
+        in_thread(tell, name=f"weightsync-told-{name}").add_done_callback(told)
 
 
 def _tell(service: RolloutClient, notice: NotifyRequest) -> int:
