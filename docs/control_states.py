@@ -54,7 +54,8 @@ You want to know what a controller does next, in every state. Drawn from the cod
 `python docs/control_states.py > docs/control-states.md` writes this page, and a test
 compares. Every event was tried in every state that small numbers lead to, under every policy of the mode, but for a
 sync that is asked for by hand, or since instances came or went: it begins when no sync, retry or validation is in its
-way. What the modes and the words mean: [when to sync](control.md).
+way. "Validation wanted", of what is served, was tried where a retry is scheduled; elsewhere it begins when no sync and
+no other validation runs. What the modes and the words mean: [when to sync](control.md).
 
 Colours: green: nobody waits. Yellow: rollout waits, the trajectory pool is locked. Violet: dataloader and pool are
 locked, rollout goes on. Red: overdue, nobody waits however far behind, until a sync succeeds.
@@ -125,7 +126,11 @@ def _events(state: ModelState) -> Iterator[tuple[str, Event]]:
         yield "synced" if current else _NEW_RUN, Synced(version=state.syncing.version)
         yield "sync failed" if current else _NEW_RUN, SyncFailed()
     if state.phase == "need_sync" and state.num_failed:
-        yield "retry due", RetryDue()
+        if not state.retry_due:
+            yield "retry due", RetryDue()
+        if state.rollout_version > max(0, state.evaluated_to):
+            version = state.rollout_version
+            yield "validation wanted", Trained(worker="v", run_id=state.run_id, version=version, evaluate=True)
     if state.validation is not None:
         yield "validation ended", ValidationEnded()
 

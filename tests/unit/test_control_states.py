@@ -43,7 +43,7 @@ def test_it_can_be_read() -> None:
     assert len(pictures) == 2
     for drawn in pictures:
         assert len(set(re.findall(r"^ +(\w+): ", drawn, re.MULTILINE))) <= 10
-        assert drawn.count("-->") <= 30
+        assert drawn.count("-->") <= 32
 
 
 def test_every_state_that_was_found_is_named_and_drawn() -> None:

@@ -90,6 +90,7 @@ class ModelState:
         all_dropped: since all batches were dropped nobody has told of a version: what is ready is the next trainer's.
         syncing: what is being synced.
         num_failed: syncs in a row that have failed, of which the next is a retry.
+        retry_due: the retry's time is over, and it begins when the validation that is running has ended.
         evicting: after the last retry, and an eviction.
         wanted: what is trained is to be synced, due or not, when nothing stands in the way any more.
         again: what is being synced is tried once more where it is given up.
@@ -117,6 +118,7 @@ class ModelState:
     all_dropped: bool = False
     syncing: StartSync | None = None
     num_failed: int = 0
+    retry_due: bool = False
     evicting: bool = False
     wanted: bool = False
     again: bool = False
@@ -193,7 +195,7 @@ def step(state: ModelState, event: Event, policy: Policy) -> tuple[ModelState, t
         case RetryDue():
             if state.phase != "need_sync" or not state.num_failed:
                 return state, ()  # of a run that another has taken over from meanwhile
-            return begin(state)
+            return _go_on(dataclasses.replace(state, retry_due=True), policy)
         case ValidationEnded():
             if state.validation is None:
                 return state, ()
@@ -317,7 +319,8 @@ def _go_on(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Action,
     state = _with_due(state, policy)
     if validations:
         return state, validations
-    waits = state.phase == "syncing" or state.validation is not None or state.num_failed  # its retry is scheduled
+    retries = state.num_failed and not state.retry_due  # its timer runs
+    waits = state.phase == "syncing" or state.validation is not None or retries
     if waits or state.rollout_version >= state.train_version:
         return state, ()
     not_due = state.due is None or state.train_version < state.due
@@ -359,7 +362,8 @@ def _validate(state: ModelState, policy: Policy) -> tuple[ModelState, tuple[Acti
 def begin(state: ModelState) -> tuple[ModelState, tuple[Action, ...]]:
     """Starts a sync of what is trained."""
     goal = StartSync(run_id=state.run_id, version=state.train_version)
-    return dataclasses.replace(state, phase="syncing", due=None, syncing=goal, wanted=False, again=False), (goal,)
+    state = dataclasses.replace(state, phase="syncing", due=None, syncing=goal, retry_due=False)
+    return dataclasses.replace(state, wanted=False, again=False), (goal,)
 
 
 def _synced(state: ModelState, version: int, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:

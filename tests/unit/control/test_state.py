@@ -569,6 +569,11 @@ class AllInterleavings(RuleBasedStateMachine):
         assert state.syncing or not state.again, "it is of the sync that runs"
 
     @invariant()
+    def a_validation_measures_one_version(self) -> None:
+        """Seen red: a retry began a sync meanwhile."""
+        assert self.state.validation is None or self.state.syncing is None, self.state
+
+    @invariant()
     def versions_rise_within_a_run(self) -> None:
         for versions in self.committed.values():
             assert versions == sorted(versions)

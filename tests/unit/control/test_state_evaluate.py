@@ -85,6 +85,34 @@ def test_while_another_is_validated_it_waits() -> None:
     assert machine.synced() == validates(2)
 
 
+@pytest.mark.parametrize("mode", ["sync", "batch-async", "fully-async"])
+def test_a_retry_that_is_due_while_a_validation_runs_begins_when_that_has_ended(mode: str) -> None:
+    """Seen red: the retry changed the weights in the middle of the validation, which was recorded for the old ones."""
+    machine = Machine(mode=mode, staleness_threshold=1)
+    machine.train(1)
+    machine.synced()
+    machine.train(2)
+    assert machine(SyncFailed()) == (RetryAfter(seconds=1.0),)
+    assert evaluates(machine, 1, "eval") == validates(1)
+    assert machine(RetryDue()) == ()
+    assert machine.train(3) == evaluates(machine, 1, "late") == ()
+    assert machine(ValidationEnded()) == (StartSync(run_id="r", version=3),)
+    assert machine.synced() == ()
+
+
+def test_a_retry_that_is_not_due_when_a_validation_ends_keeps_its_time() -> None:
+    machine = Machine()
+    machine.train(1)
+    machine.synced()
+    machine.train(2)
+    machine(SyncFailed())
+    assert evaluates(machine, 1, "eval") == validates(1)
+    assert machine(ValidationEnded()) == ()
+    assert machine(RetryDue()) == (StartSync(run_id="r", version=2),)
+    assert machine(SyncFailed()) == (RetryAfter(seconds=2.0),)
+    assert machine(BatchReady()) == (), "the next one waits for its own time"
+
+
 def test_a_newer_version_does_for_an_older_one() -> None:
     machine = Machine(mode="fully-async")
     evaluates(machine, 1)
@@ -224,6 +252,12 @@ class WithEvaluations(AllInterleavings):
     @rule(worker=st.integers(0, 4))
     def another_worker_asks(self, worker: int) -> None:
         self.asks(worker)
+
+    @precondition(lambda self: self.state.told and self.state.rollout_version > self.state.evaluated_to)
+    @rule()
+    def one_that_evaluates_alone_asks_for_what_is_served(self) -> None:
+        version = self.state.rollout_version
+        self.feed(Trained(worker="eval", run_id=self.state.run_id, version=version, evaluate=True))
 
     @invariant()
     def what_was_asked_for_is_validated_or_to_come(self) -> None:
