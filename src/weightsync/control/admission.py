@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from weightsync.control.goals import FleetGoals
 from weightsync.control.instance import Instance
@@ -23,6 +23,14 @@ class Admission:
         self._goals = goals
         self._learning = learning
         self._syncs = syncs
+        self._left_out: dict[str, frozenset[str]] = {}  # by model: whom its next sync goes on without
+
+    def leave_out(self, model_id: str, instance_ids: Iterable[str]) -> bool:
+        """These do not come in until this is called again for that model; whether there were others before."""
+        before, now = self._left_out.pop(model_id, None), frozenset(instance_ids)
+        if now:
+            self._left_out[model_id] = now
+        return before is not None
 
     def held_up(self, known: Instance, now: float) -> str | None:
         """Why it may not come in; None: it serves what is current, and no sync is on its way to something else."""
@@ -33,6 +41,8 @@ class Admission:
             return "it serves nothing"
         if (ahead := self.ahead(known)) is not None:
             return f"{ahead}, which is older: it comes in when the fleet has come so far, by a sync"
+        if any(known.beat.instance_id in names for names in self._left_out.values()):
+            return "the next sync goes on without it"
         if now < self._learning.until_s:
             return "the controller has just started, and waits to hear what its instances serve"
         if self._goals.apart(served):

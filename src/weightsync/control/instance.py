@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from weightsync.types import Version
 from weightsync.types.control import InstanceStatus
-from weightsync.types.fleet import NOT_STARTED, HeartbeatRequest
+from weightsync.types.fleet import NOT_STARTED, HeartbeatRequest, ModelVersion
 
 State = Literal["joining", "live", "suspect", "evicted"]
 
@@ -66,6 +66,11 @@ class Instance:
         """By model; None: nothing of ours."""
         served: dict[str, Version | None] = dict.fromkeys(self.beat.lacks)
         return served | {each.model_id: each.of for each in self.beat.serves}
+
+    def has(self, versions: Sequence[ModelVersion]) -> bool:
+        """Whether it serves or has staged all of these whose models it has; there is one."""
+        mine = {(each.model_id, each.of) for each in versions if each.model_id in self.serves()}
+        return bool(mine) and mine <= {(each.model_id, each.of) for each in (*self.beat.serves, *self.beat.staged)}
 
     def has_said_more_than(self, beat: HeartbeatRequest) -> bool:
         """Whether this heartbeat was sent before the last one that was heard of the same process."""

@@ -201,18 +201,18 @@ class RolloutPool:
     def _why(self, known: Instance, now: float) -> str | None:
         return self._admission.why(known, now, self._late_s)
 
-    def _let_in(self, now: float) -> None:
+    def _let_in(self, now: float, tell: Callable[[], object] | None = None) -> None:
         """Who was heard not long ago, and may come in by now. Its next heartbeat is lent a lease."""
         for each in self._instances.values():
             heard = each.state == "joining" and now - each.heard_s < self.lease_s / 2
             if heard and self._admission.held_up(each, now) is None:
-                self._come_in(each)
+                self._come_in(each, tell)
                 each.lease_end_s = max(each.lease_end_s, now + self.lease_s)
 
-    def _come_in(self, known: Instance) -> None:
+    def _come_in(self, known: Instance, tell: Callable[[], object] | None = None) -> None:
         known.state, known.why, known.fresh, known.let_in = "live", None, True, known.serves()
         self._goals.came_in(known.serves())
-        self.on_members()
+        (tell or self.on_members)()
         _logger.info("instance %s takes part", known.beat.instance_id)
 
     # --- what a sync asks ---
@@ -301,12 +301,7 @@ class RolloutPool:
     def num_waiting(self, versions: Sequence[ModelVersion]) -> int:
         """How many have exactly these, served or staged, answer nobody, and come in when they are decided."""
         with self._changed:
-            now, found = self._clock(), 0
-            for each in self._instances.values():
-                mine = {(one.model_id, one.of) for one in versions if one.model_id in each.serves()}
-                has = {(one.model_id, one.of) for one in (*each.beat.serves, *each.beat.staged)}
-                found += not each.takes_part and self._is_fresh(each, now) and bool(mine) and mine <= has
-            return found
+            return sum(each.has(versions) for name, each in self._instances.items() if self._is_coming(name))
 
     def current(self, model_id: str) -> ModelVersion | None:
         """What the fleet is to serve of a model."""
@@ -318,6 +313,13 @@ class RolloutPool:
         with self._changed:
             if (known := self._instances.get(instance_id)) is not None and known.takes_part:
                 self._leave(known, why)
+                self._tell()
+
+    def leave_out(self, model_id: str, instance_ids: Iterable[str] = ()) -> None:
+        """Once evicted, these do not come in until the next call, which tells that a sync of that model has ended."""
+        with self._changed:
+            if self._admission.leave_out(model_id, instance_ids):
+                self._let_in(self._swept(), lambda: None)  # a sync that was given up is not tried again for these
                 self._tell()
 
     def fenced(self, instance_id: str) -> bool:
@@ -343,9 +345,9 @@ class RolloutPool:
     def awaited(self, model_ids: Sequence[str]) -> str:
         """What those wait for who join with any of these models; empty: one has failed, or nobody joins."""
         with self._changed:
-            now = self._swept()
-            joining = [each for each in self._instances.values() if not each.takes_part and self._is_fresh(each, now)]
-            mine = [each for each in joining if set(model_ids) & set(each.serves())]
+            self._swept()
+            coming = [each for name, each in self._instances.items() if self._is_coming(name)]
+            mine = [each for each in coming if set(model_ids) & set(each.serves())]
             found = [words for each in mine for words in each.awaits]
             more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
             return ", ".join(found[:_NAMED]) + more if all(each.awaits for each in mine) else ""

@@ -157,6 +157,8 @@ class FleetMethod(SyncMethod):
                 raise
             # more was announced meanwhile than is there; what was asked for is
             return self._sync(model_tag, (msgspec.structs.replace(wanted, version=newest),), spans)
+        finally:
+            self.pool.leave_out(model_tag)
 
     def _is_there_apart(self, wanted: ModelVersion) -> bool:
         """Whether it is of a set, and served already, with other numbers of the others: who has it has none of these,
@@ -204,8 +206,11 @@ class FleetMethod(SyncMethod):
         return next(each.version for each in versions if each.model_id == model_id)
 
     def evict_failed(self, model_tag: str) -> Sequence[str]:
-        """They come in again when they have caught up. Returns when they answer no more."""
+        """The model's next sync goes on without them, where anybody is left; they come in again when it has ended and
+        they have caught up. Returns when they answer no more."""
         failed = self._peers.take_failed(model_tag)
+        if {member.instance_id for member in self.pool.members([model_tag])} - set(failed):
+            self.pool.leave_out(model_tag, failed)  # where all have failed they go on with what they have
         for instance_id in failed:
             self.pool.evict(instance_id, "it failed all retries of a sync")
         self.pool.wait_fenced(failed)
