@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -35,7 +34,7 @@ from weightsync.control.model import ModelControl, Shared
 from weightsync.control.state import Policy
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.handles.fanout import in_thread
-from weightsync.observe import LONG_RUN_BYTES, Recorder
+from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
 from weightsync.types import Version
 from weightsync.types.control import (
     ControllerStatus,
@@ -335,7 +334,7 @@ class WeightSyncController:
             instances=instances,
             barriers=self.method.barriers(),
             syncs=tuple(sorted(syncs, key=_newest_first)[:_NUM_SYNCS]),
-            now_s=time.time(),
+            now_s=now_s(),
         )
 
     @property

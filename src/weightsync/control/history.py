@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from weightsync.control.events import Action, StartSync
+from weightsync.observe import now_s
 from weightsync.types.control import SyncRecord, SyncSpan
 
 _NUM_RECORDS = 50
@@ -45,7 +46,7 @@ class SyncHistory:
 
     def begin(self, goal: StartSync) -> None:
         """A sync has begun."""
-        self._began = (goal, time.time(), time.monotonic())
+        self._began = (goal, now_s(), time.monotonic())
 
     def end(self, error: str | None) -> float:
         """It has ended, well where there is no error; seconds it took."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.unit.control.test_controller import Method, until
 from weightsync.control import history as history_module
 from weightsync.control import model as model_module
 from weightsync.control.controller import WeightSyncController
+from weightsync.control.metrics import ControllerMetrics
+from weightsync.control.web.headline import facts
 from weightsync.types import Version
 
 Make = Callable[..., tuple[WeightSyncController, Method]]
@@ -40,14 +43,13 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
-    time = monotonic
-
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(model_module, "time", found)
     monkeypatch.setattr(history_module, "time", found)
+    monkeypatch.setattr(history_module, "now_s", found.monotonic)
     return found
 
 
@@ -100,6 +102,34 @@ def test_a_sync_that_takes_long_is_seen_when_it_has_ended(clock: Clock) -> None:
     assert controller.wait_version("r", "slow", 1, timeout_s=20.0)
     found = controller.status().syncs
     assert (found[0].model_tag, found[0].outcome, found[0].seconds) == ("slow", "served", 25.0)
+    controller.close()
+
+
+def test_a_wall_clock_that_is_stepped_back_hides_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: the syncs since then stood behind those before: none counted, and one that failed was the newest."""
+    method = Method()
+    controller = WeightSyncController({"sync_mode": "fully-async"}, method, retries_s=())
+    metrics = ControllerMetrics(controller.status)
+    controller.subscribe(lambda tag: metrics.look())
+    method.does = lambda tag, version: -1 if version.number == 21 else version.number
+
+    def bring(first: int, last: int) -> None:
+        for number in range(first, last + 1):
+            controller.train_worker_notify_weight_update("w", "default", "r", number)
+            assert number == 21 or controller.wait_version("r", "default", number, timeout_s=20.0)
+            until(lambda: controller.rollout_service_state("default").state == "running", "it has ended")
+
+    bring(1, 21)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 3600.0)
+    bring(22, 31)
+    status = controller.status()
+    assert [each.version for each in status.syncs] == [*range(31, 11, -1)]
+    assert 0 <= status.now_s - status.syncs[0].started_s < 60.0
+    assert not [each.text for each in facts(status) if "failed" in each.text]
+    text = metrics.render()
+    assert b'syncs_total{model="default",outcome="served"} 30.0' in text
+    assert b'syncs_total{model="default",outcome="failed"} 1.0' in text
     controller.close()
 
 
