@@ -326,16 +326,21 @@ class WeightSyncController:
     # --- what users see ---
 
     def status(self) -> ControllerStatus:
-        syncs = [record for model in self._models.values() for record in model.records()]
+        syncs = sorted(self.records(), key=_newest_first)
+        newest = {record.model_tag: record for record in reversed(syncs)}
         instances = self.method.instances()
         return ControllerStatus(
             models={tag: model.seen(instances) for tag, model in self._models.items()},
             sync_mode={tag: model.policy.mode for tag, model in self._models.items()},
             instances=instances,
             barriers=self.method.barriers(),
-            syncs=tuple(sorted(syncs, key=_newest_first)[:_NUM_SYNCS]),
+            syncs=tuple(each for at, each in enumerate(syncs) if at < _NUM_SYNCS or newest[each.model_tag] is each),
             now_s=now_s(),
         )
+
+    def records(self) -> list[SyncRecord]:
+        """The last syncs of each model, the newest first, also those that a status leaves out."""
+        return [record for model in self._models.values() for record in model.records()]
 
     @property
     def model_tags(self) -> tuple[str, ...]:

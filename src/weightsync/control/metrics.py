@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import get_args, get_type_hints
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
-from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState
+from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState, SyncRecord
 
 _BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _STATES: tuple[str, ...] = get_args(get_type_hints(InstanceStatus)["state"])
@@ -35,10 +35,14 @@ class ControllerMetrics:
 
     Args:
         status: the controller's; called at each `look` and each `render`.
+        records: the controller's syncs, of which a status shows the last; None: no more than those.
     """
 
-    def __init__(self, status: Callable[[], ControllerStatus]) -> None:
+    def __init__(
+        self, status: Callable[[], ControllerStatus], records: Callable[[], Iterable[SyncRecord]] | None = None
+    ) -> None:
         self._status = status
+        self._records = records
         self._lock = threading.Lock()
         self._asked = self._seen = 0
         self._counted: set[tuple[object, ...]] = set()
@@ -59,21 +63,23 @@ class ControllerMetrics:
 
     def look(self) -> None:
         """Counts what has ended since the last look. Thread-safe. Call it after each change of a model
-        (`WeightSyncController.subscribe`): what leaves the status between two looks is counted by nobody.
+        (`WeightSyncController.subscribe`): what leaves the records between two looks is counted by nobody.
         """
         with self._lock:
             self._asked += 1
             mine = self._asked
-        now = self._status()  # without the lock: it takes the controller's, and a change may be told under these
+        # without the lock: it takes the controller's, and a change may be told under these
+        now = self._status()
+        records = now.syncs if self._records is None else self._records()
         with self._lock:
             if mine > self._seen:  # else somebody who asked later was here first, and has seen as much
                 self._seen = mine
-                self._count(now)
+                self._count(now, records)
 
-    def _count(self, now: ControllerStatus) -> None:
+    def _count(self, now: ControllerStatus, records: Iterable[SyncRecord]) -> None:
         ended = {
             (record.model_tag, record.run_id, record.version, record.started_s): record
-            for record in now.syncs
+            for record in records
             if record.outcome in _OUTCOMES
         }
         for key, record in ended.items():

@@ -86,7 +86,7 @@ class ControllerServer:
         self._at_gates = Places(_MAX_AT_GATES)
         self._asking = Places(_MAX_ASKING)
         self._unsubscribe: Callable[[], None] = lambda: None
-        self._metrics = ControllerMetrics(controller.status)
+        self._metrics = ControllerMetrics(controller.status, controller.records)
         self.app = Api(
             "weightsync controller",
             _post("/check_rollout_service_status", ModelRequest, self._check),

@@ -336,7 +336,8 @@ class ControllerStatus(Message, frozen=True, kw_only=True):
         sync_mode: by tag.
         instances: the pool, by name; empty where the method has none.
         barriers: sets that wait now.
-        syncs: the last ones: those that run, then those that have ended, by their end; the newest first.
+        syncs: the last ones: those that run, then those that have ended, by their end; the newest first. Of
+            each model the newest is there, however many models there are.
         now_s: the controller's clock, seconds since the epoch.
     """
 

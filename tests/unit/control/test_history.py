@@ -109,7 +109,7 @@ def test_a_wall_clock_that_is_stepped_back_hides_no_sync(monkeypatch: pytest.Mon
     """Seen red: the syncs since then stood behind those before: none counted, and one that failed was the newest."""
     method = Method()
     controller = WeightSyncController({"sync_mode": "fully-async"}, method, retries_s=())
-    metrics = ControllerMetrics(controller.status)
+    metrics = ControllerMetrics(controller.status, controller.records)
     controller.subscribe(lambda tag: metrics.look())
     method.does = lambda tag, version: -1 if version.number == 21 else version.number
 

@@ -11,10 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.control import statuses
 from tests.unit.control.pool_kit import at, beat, made
 from tests.unit.control.statuses import StatusServer, model, status, sync
+from tests.unit.control.test_controller import Method, until
 from weightsync.control.controller import WeightSyncController
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.metrics import ControllerMetrics
 from weightsync.observe.metrics import CONTENT_TYPE
+from weightsync.types import Version
 from weightsync.types.control import ControllerStatus, ValidationRun
 
 PREFIX = "weightsync_controller_"
@@ -104,6 +106,35 @@ def test_each_sync_is_counted_once_when_it_has_ended() -> None:
     assert told.value("syncs_total", model="verifier", outcome="served") == 1
     assert told.value("sync_seconds_count", model="actor") == 2, "the failed one has no place in it"
     assert told.value("sync_seconds_sum", model="actor") == 5.2
+
+
+def test_syncs_of_more_models_than_a_status_shows_are_all_counted() -> None:
+    """Seen red: of 24 that ran at once the first four that ended were never among the 20 that were shown."""
+    tags = [f"m{index}" for index in range(24)]
+    held = {tag: threading.Event() for tag in tags}
+    method = Method()
+
+    def does(tag: str, version: Version) -> int:
+        assert held[tag].wait(20.0)
+        return version.number if tag != "m3" else -1
+
+    method.does = does
+    controller = WeightSyncController({"sync_mode": "fully-async"}, method, model_tags=tags, retries_s=())
+    metrics = ControllerMetrics(controller.status, controller.records)
+    controller.subscribe(lambda tag: metrics.look())
+    for tag in tags:
+        controller.train_worker_notify_weight_update("w", tag, "r", 1)
+    until(lambda: len(controller.records()) == len(tags), "all run")
+    for tag in tags:
+        held[tag].set()
+        until(lambda tag=tag: controller.rollout_service_state(tag).state == "running", "it has ended")  # type: ignore[misc]
+    text = metrics.render().decode()
+    for tag in tags:
+        outcome = "failed" if tag == "m3" else "served"
+        assert f'syncs_total{{model="{tag}",outcome="{outcome}"}} 1.0' in text
+    found = controller.status().syncs
+    assert {record.model_tag for record in found} == set(tags), "the newest of each is there for who asks what failed"
+    controller.close()
 
 
 def test_each_validation_is_counted_once() -> None:
