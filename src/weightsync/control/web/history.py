@@ -49,10 +49,15 @@ class History:
                 if self._runs.setdefault(tag, model.run_id) != model.run_id:
                     self._runs[tag] = model.run_id
                     self._points.pop(tag, None)
+                points = self._points.setdefault(tag, {})
+                for denied in [each for each in points if each > model.train_model_version]:
+                    del points[denied]  # within a run numbers rise: its agent never had that one
                 before = self._point(tag, model.train_model_version).behind or 0
                 self._change(tag, model.train_model_version, behind=max(before, model.staleness))
             for sync in reversed(status.syncs):  # the oldest first: of several tries the last one counts
-                if sync.outcome != "running" and self._runs.get(sync.model_tag) == sync.run_id:
+                of = status.models.get(sync.model_tag)
+                current = of is not None and of.run_id == sync.run_id and sync.version <= of.train_model_version
+                if sync.outcome != "running" and current:
                     self._change(
                         sync.model_tag, sync.version, seconds=sync.seconds, outcome=sync.outcome, **_moved(sync)
                     )

@@ -37,6 +37,17 @@ def test_one_that_runs_is_no_point_and_a_try_that_succeeds_counts() -> None:
     assert {point.version: point.outcome for point in kept.points()} == {5: "served"}
 
 
+def test_a_number_that_was_denied_is_no_point_any_more() -> None:
+    """Seen red: it stayed at the right end of all plots for the rest of the run, as a million behind."""
+    kept = History()
+    tried = sync(1_000_005, outcome="failed", error="it has 5")
+    for trained, served, syncs in (
+        (5, 5, ()), (1_000_005, 5, ()), (5, 5, (tried,)), (6, 5, (tried,)), (6, 6, (sync(6, before_s=1.0), tried)),
+    ):  # fmt: skip
+        kept.look(status(models={"actor": model(trained, served)}, syncs=syncs))
+    assert [(point.version, point.behind, point.outcome) for point in kept.points()] == [(5, 0, None), (6, 1, "served")]
+
+
 def test_another_run_begins_anew_and_old_versions_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "_MAX_VERSIONS", 4)
     kept = History()
