@@ -297,7 +297,7 @@ class WeightSyncController:
         model.wait(lambda model: served(model) or not model.under_way, timeout_s, given_up)
         return served(model)
 
-    def ended_by(self, model_tag: str, report: Callable[[], None], *, timeout_s: float) -> None:
+    def ended_by(self, model_tag: str, report: Callable[[], bool], *, timeout_s: float) -> None:
         """Calls `report`, which ends the sync that is under way, and waits until the model's state shows that."""
         self._model(model_tag).ended_by(report, timeout_s)
 

@@ -202,12 +202,12 @@ class ModelControl:
                 lambda: condition(self) or any(end.is_set() for end in ends), deadline.remaining_s
             ) and condition(self)
 
-    def ended_by(self, report: Callable[[], None], timeout_s: float) -> None:
-        """Calls `report`, which ends the sync that is under way, and waits until the state shows that."""
+    def ended_by(self, report: Callable[[], bool], timeout_s: float) -> None:
+        """Calls `report`; where that has ended the sync that is under way, waits until the state shows it."""
         with self._changed:
             goal = self.state.syncing
-        report()
-        self.wait(lambda model: goal is None or model.state.syncing is not goal, timeout_s)
+        if report():
+            self.wait(lambda model: goal is None or model.state.syncing is not goal, timeout_s)
 
     def look_again(self) -> None:
         """Who waits looks whether it still has to."""

@@ -159,8 +159,11 @@ class PushOrders:
         with self._changed:
             self._changed.notify_all()
 
-    def done(self, order_id: str, outcome: SyncReport | Exception) -> None:
+    def done(self, order_id: str, outcome: SyncReport | Exception) -> bool:
         """The ranks have pushed, or failed. The last report may be said again: the answer to it may have been lost.
+
+        Returns:
+            Whether an order has ended by that; False where it was said again.
 
         Raises:
             StateError: nobody waits for that order's report any more.
@@ -168,12 +171,13 @@ class PushOrders:
         said = (order_id, outcome.to_dict() if isinstance(outcome, WeightSyncError) else outcome)
         with self._changed:
             if said == self._reported:
-                return
+                return False
             order = self._order
             if order is None or not order.taken or order.told.order_id != order_id or order.outcome is not None:
                 raise StateError("nobody waits for the report of that order: it was given up, or is over")
             order.outcome, self._reported = outcome, said
             self._changed.notify_all()
+            return True
 
     def close(self) -> None:
         """Ends what waits. Idempotent."""

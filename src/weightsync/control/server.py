@@ -285,8 +285,8 @@ class ControllerServer:
         """Answers when the model's state shows it: who asks behind `push.step` sees what the engines serve."""
         orders, error = self._orders_of(asked), None if asked.error is None else error_from_dict(asked.error)
 
-        def report() -> None:
-            orders.done(asked.order_id, error or cast(SyncReport, asked.report))
+        def report() -> bool:
+            return orders.done(asked.order_id, error or cast(SyncReport, asked.report))
 
         ended = functools.partial(self._controller.ended_by, asked.model_tag, report, timeout_s=_SHOWN_S)
         await asyncio.wrap_future(in_thread(ended, name="weightsync-push-done"))

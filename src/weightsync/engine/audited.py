@@ -83,6 +83,14 @@ class AuditedWorker(abc.ABC):
             return True
         return False
 
+    def settle(self, name: str) -> None:
+        """The patch that session `name` committed stays, and what would undo it is let go of; nothing is read. Does
+        nothing where something else is served or loaded by now."""
+        with self._lock:
+            if self._session is None and self._served is not None and self._served.session == name:
+                self._undoable = None
+                self.loader.settle()
+
     def verify(self, timeout_s: float = MAX_WAIT_S) -> EngineReply:
         """Reads all live weights now, as `audit` does, and says what they are; see `AuditRequest`. Those who ask while
         it reads wait for the same reading. The version and the digest that it tells are those that it has read.

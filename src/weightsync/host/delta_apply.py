@@ -172,12 +172,13 @@ class DeltaApplier:
         if not len(where):
             return ShardSum.zero()
         places = _in_whole(part, where - first + (low - part.offset) // width, width)
+        is_narrow = math.prod(part.shape) * (itemsize_bytes(part.dtype) // width) <= _NARROW
+        kept = places.astype(np.uint32) if is_narrow and self._num_kept is not None else places
         with self._lock:
             self._expect(len(places))
             if self._num_kept is not None:
                 self._num_kept += len(places)
-                is_narrow = math.prod(part.shape) * (itemsize_bytes(part.dtype) // width) <= _NARROW
-                found = Changed(spec=part, places=places.astype(np.uint32) if is_narrow else places, width_bytes=width)
+                found = Changed(spec=part, places=kept, width_bytes=width)
                 self._kept.setdefault(part.name, []).append(found)
         return change_sum(part, width, places, np.ascontiguousarray(old), np.ascontiguousarray(new))
 

@@ -87,8 +87,8 @@ class MergedAdapterLoader(WeightLoader):
     its live bytes as unprovable, in words.
 
     Nobody else may load the base meanwhile. Whoever writes or replaces a weight that an adapter is merged into is seen,
-    unless it is written past torch's counter (`weight.data.copy_`); from then on no version is merged. A base that is
-    followed as well needs a PEFT model.
+    unless torch does not count it (`weight.data.copy_`, a module that was made in inference mode); from then on no
+    version is merged. A base that is followed as well needs a PEFT model.
 
     Args:
         module: the engine's model: the base, with its own names.

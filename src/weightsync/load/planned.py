@@ -31,6 +31,7 @@ from weightsync.load.patching import kernels as patch_kernels
 from weightsync.load.whole import stage, whole_tensor
 from weightsync.types import Box, Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version
 from weightsync.types.live_layer import LiveLayer, layers_of
+from weightsync.types.scarcity import is_passing
 
 _logger = logging.getLogger(__name__)
 
@@ -277,7 +278,9 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
             elif found.positions.numel():
                 try:
                     patch.add(found)
-                except (RuntimeError, MemoryError) as error:  # no room for it; to write all needs none
+                except Exception as error:
+                    if not is_passing(error):
+                        raise
                     self._write_all(f"a change can't be made ready: {error}")
                     base.copy_(tensor)
             self._loaded.add(update.name)
@@ -288,7 +291,9 @@ class PlannedLoader(PatchingLoader[ShardPatch]):
             return
         try:
             self.prepare_patch()
-        except (LoadError, RuntimeError, MemoryError) as error:
+        except Exception as error:
+            if not isinstance(error, LoadError) and not is_passing(error):
+                raise
             self._write_all(f"a change can't be made ready: {error}")
 
     def _write_all(self, why: str) -> None:

@@ -75,17 +75,13 @@ class RankSharing:
 
     def _told(self, error: WeightSyncError | None, mine: Any) -> list[Any]:
         """What every rank says; raises on all of them if any has an error: its own, or that there is one."""
-        replies = self._ranks.exchange({"failed": error is not None, "said": mine})
-        if error is not None:
-            raise error
-        failed = [rank for rank, one in enumerate(replies) if one["failed"]]
-        if failed:
-            raise TransferAbortedError(
-                f"training rank {failed[0]} could not lend its memory",
+        if self._ranks.agree(error is not None):  # first: one that has no chunk to lend comes to this alone
+            raise error or TransferAbortedError(
+                "another training rank could not lend its memory, or stopped the sync",
                 rank=self._ranks.rank,
                 state_left="nothing was sent",
             )
-        return [one["said"] for one in replies]
+        return [one["said"] for one in self._ranks.exchange({"said": mine})]
 
     def _typed(self, caught: BaseException) -> WeightSyncError:
         return as_weightsync_error(caught, SharedMemoryError, "a chunk could not be lent", rank=self._ranks.rank)

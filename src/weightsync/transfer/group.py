@@ -42,6 +42,7 @@ from weightsync.types import Deadline, TorchDistributedWeightSyncInitInfo
 
 _JOIN_POLL_S = 0.05
 _ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_environment = threading.Lock()  # groups may be made at once
 _STORE, _GROUP = "store", "group"  # what a group's thread holds
 
 
@@ -373,15 +374,15 @@ def _make_group(
 def _failures_are_ours() -> Iterator[None]:
     """Where a member of a group that is made here dies, or is late, torch's watchdog ends nobody's process: the caller
     gets a typed error (`_wait_for_nccl`). Torch reads the variable as the group is made."""
-    before = os.environ.get(_ON_ERRORS)
-    os.environ[_ON_ERRORS] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_ON_ERRORS]
-        else:
-            os.environ[_ON_ERRORS] = before
+    with _environment:
+        before = os.environ.get(_ON_ERRORS)
+        os.environ[_ON_ERRORS] = "0"
+        try:
+            yield
+        finally:
+            os.environ.pop(_ON_ERRORS)
+            if before is not None:
+                os.environ[_ON_ERRORS] = before
 
 
 def _gloo_device(master_addr: str, interface: str | None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
+_PASSING_SAID = ("start new thread", "out of memory")  # of Python's threads, and of torch on a device
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
 
@@ -13,7 +14,7 @@ def is_passing(error: BaseException) -> bool:
     return any(
         isinstance(cause, MemoryError)
         or (isinstance(cause, OSError) and not isinstance(cause, BlockingIOError) and cause.errno in _PASSING)
-        or (isinstance(cause, RuntimeError) and "start new thread" in str(cause))
+        or (isinstance(cause, RuntimeError) and any(said in str(cause) for said in _PASSING_SAID))
         for cause in _causes(error)
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -37,6 +38,7 @@ _AGAIN_S = 5.0
 """So long a call is made again where nobody knows whether the controller has heard it."""
 _ANSWER_S = 5.0
 _UNKNOWN = (BusyError, DeadlineExceededError, EngineUnreachableError)
+_OF_A_PROXY = (502, 503, 504)
 _T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
@@ -140,7 +142,7 @@ class OrderTaker:
     def _is_validated(self, client: ControllerClient) -> bool:
         """Whether no validation runs; waits for its end for some seconds."""
         deadline = Deadline(_ORDER_S)
-        while client.rollout_service_state(self._model_id).waiting_for_validation is not None:
+        while _surely(lambda: client.rollout_service_state(self._model_id)).waiting_for_validation is not None:
             if deadline.expired:
                 return False
             time.sleep(_LOOK_S)
@@ -163,16 +165,19 @@ class OrderTaker:
         if self._unreported is None:
             return
         try:
-            client.push_done(self._model_id, *self._unreported)
-        except _UNKNOWN:
-            raise
+            client.push_done(self._model_id, *self._unreported, timeout_s=_ANSWER_S)
         except WeightSyncError as error:
+            if _is_unknown(error):
+                raise
             _logger.warning("the controller takes no report of its push, and will order another one: %s", error)
         self._unreported = None
 
     def close(self) -> None:
-        """Gives back connections and the ranks' group. Idempotent."""
+        """Gives back connections and the ranks' group; a report that was not heard is said once more. Idempotent."""
         if self._client is not None:
+            with contextlib.suppress(WeightSyncError):
+                self._report(self._client)
+            self._unreported = None
             self._client.close()
         self._ranks.close()
 
@@ -194,14 +199,19 @@ class OrderTaker:
         return None if message is None else msgspec.convert(message, PushOrder)
 
 
+def _is_unknown(error: WeightSyncError) -> bool:
+    """Whether nobody knows what became of a call; a proxy may answer while the controller behind it is away."""
+    return isinstance(error, _UNKNOWN) or error.details.get("status") in _OF_A_PROXY
+
+
 def _surely(call: Callable[[], _T]) -> _T:
     """What `call` returns; it is called again for some seconds, once at least, while nobody knows what became of it."""
     deadline, is_last = Deadline(_AGAIN_S), False
     while True:
         try:
             return call()
-        except _UNKNOWN:
-            if is_last:
+        except WeightSyncError as error:
+            if is_last or not _is_unknown(error):
                 raise
             is_last = deadline.expired
         time.sleep(_LOOK_S)

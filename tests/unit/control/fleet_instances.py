@@ -45,6 +45,7 @@ class Instance:
     def __init__(self, pool: RolloutPool, name: str, models: tuple[str, ...]) -> None:
         self.pool, self.name, self.models = pool, name, models
         self.calls: list[tuple[str, Any]] = []
+        self.num_beats = 0
         self.served: dict[str, ModelVersion] = {}
         self.on_prepare: Does = lambda asked: None
         self.on_commit: Does = lambda asked: None
@@ -62,6 +63,7 @@ class Instance:
         self._beats: Any = None
 
     def beat_once(self, incarnation: str = "1", *, leased: bool = True) -> float:
+        self.num_beats += 1
         served = tuple(self.served.values())
         lacks = tuple(model for model in self.models if model not in self.served)
         reply = self.pool.heartbeat(

@@ -66,9 +66,9 @@ def test_an_order_is_taken_once_and_its_report_ends_the_sync(orders: PushOrders)
     assert order is not None
     assert order.version == 3
     assert orders.next(4) is None, "it was taken"
-    orders.done(order.order_id, report(4))
+    assert orders.done(order.order_id, report(4))
     assert sync.result(LONG_S).version.number == 4
-    orders.done(order.order_id, report(4))  # whoever has not had the answer says it again
+    assert not orders.done(order.order_id, report(4)), "whoever has not had the answer says it again"
     with pytest.raises(StateError, match="given up, or is over"):
         orders.done(order.order_id, report(5))
 
@@ -358,8 +358,10 @@ def test_a_step_whose_push_failed_waits_for_no_retry_that_nobody_waits_for() -> 
 class Lossy:
     """A call of `ControllerClient` whose first answers, or requests, are lost."""
 
-    def __init__(self, patched: pytest.MonkeyPatch, name: str, *, heard: bool = True, num_lost: int = 1) -> None:
-        self._call, self._heard, self.num_lost = getattr(ControllerClient, name), heard, num_lost
+    def __init__(
+        self, patched: pytest.MonkeyPatch, name: str, *, heard: bool = True, num_lost: int = 1, proxy: bool = False
+    ) -> None:
+        self._call, self._heard, self.num_lost, self._proxy = getattr(ControllerClient, name), heard, num_lost, proxy
         patched.setattr(ControllerClient, name, lambda *args, **options: self._asked(*args, **options))
 
     def _asked(self, *args: Any, **options: Any) -> Any:
@@ -368,16 +370,16 @@ class Lossy:
         self.num_lost -= 1
         if self._heard:
             self._call(*args, **options)
-        raise EngineUnreachableError("the connection broke")
+        raise EngineError("Bad Gateway", status=502) if self._proxy else EngineUnreachableError("the connection broke")
 
 
-@pytest.mark.parametrize("heard", [False, True], ids=["request", "answer"])
+@pytest.mark.parametrize("loses", ["request", "answer", "request at a proxy"])
 @pytest.mark.parametrize("call", ["train_worker_notify_weight_update", "next_push", "push_done"])
 def test_an_exchange_that_is_lost_locks_rollout_for_no_time(
-    call: str, heard: bool, monkeypatch: pytest.MonkeyPatch
+    call: str, loses: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its trainer waits for a batch behind the step, and asks no more. Seen red: rollout was locked for minutes."""
-    lost = Lossy(monkeypatch, call, heard=heard)
+    lost = Lossy(monkeypatch, call, heard=loses == "answer", proxy="proxy" in loses)
     config = {"sync_method": "push", "sync_mode": "sync", "fleet": {"port": 0, "models": ["actor"]}}
     engines = Engines("well", "well")
     with build_controller(config) as built, pusher_of(built.url, engines) as push:
@@ -400,6 +402,17 @@ def test_a_report_that_nobody_heard_is_said_before_the_next_question(monkeypatch
         assert push.step() is not None
         assert built.controller.rollout_service_state("actor").rollout_model_version == 2
         assert engines.num_pushes == 2
+
+
+def test_a_report_that_nobody_heard_is_said_at_the_end_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: nobody said it, and the sync whose version all engines serve counted as failed minutes later."""
+    monkeypatch.setattr(order_taker, "_AGAIN_S", 0.0)
+    Lossy(monkeypatch, "push_done", heard=False, num_lost=2)
+    config = {"sync_method": "push", "sync_mode": "fully-async", "fleet": {"port": 0, "models": ["actor"]}}
+    with build_controller(config) as built:
+        with pusher_of(built.url, Engines("well")) as push:
+            assert push.step() is not None
+        assert built.controller.rollout_service_state("actor").rollout_model_version == 1
 
 
 def test_no_order_is_made_twice_where_its_report_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,12 +81,9 @@ class PullMethod(SyncMethod):
                 self.peers.readmit(model_tag, name)
         self._asked[model_tag] = version
         names = self.live(model_tag)
-        notice = NotifyRequest(
-            run_id=version.run_id, model_id=model_tag, version=version.number, sender_endpoint=sender,
-            wait_s=self._timeout_s,
-        )  # fmt: skip
+        notice = self._notice(model_tag, version)
         for name in self._services.keys() - set(names):
-            self._tell_evicted(name, notice)
+            self._tell_evicted(model_tag, name)
         if not names:
             raise NoEnginesError(f"every rollout service of model {model_tag!r} was evicted")
         served, causes = call_all(
@@ -122,10 +119,16 @@ class PullMethod(SyncMethod):
         last = self._evicted.get(model_tag)
         return last is None or last.run_id != version.run_id or last.number < version.number
 
-    def _tell_evicted(self, name: str, notice: NotifyRequest) -> None:
-        """Tells one that was evicted, in a thread of its own and not twice at once. It takes part again when it serves
-        that."""
-        key = (notice.model_id, name)
+    def _notice(self, model_tag: str, version: Version) -> NotifyRequest:
+        return NotifyRequest(
+            run_id=version.run_id, model_id=model_tag, version=version.number,
+            sender_endpoint=self._senders[model_tag], wait_s=self._timeout_s,
+        )  # fmt: skip
+
+    def _tell_evicted(self, model_tag: str, name: str) -> None:
+        """Tells one that was evicted, in a thread of its own and not twice at once, until it serves what was asked for
+        last. Then it takes part again."""
+        key = (model_tag, name)
         with self._lock:
             if key in self._told:
                 return
@@ -133,8 +136,11 @@ class PullMethod(SyncMethod):
 
         def tell() -> None:
             with contextlib.suppress(WeightSyncError):  # its turn comes with the next sync
-                _tell(self._services[name], notice)
-                self.peers.readmit(notice.model_id, name)
+                served: Version | None = None
+                while (asked := self._asked[model_tag]) != served:
+                    _tell(self._services[name], self._notice(model_tag, asked))
+                    served = asked
+                self.peers.readmit(model_tag, name)
 
         def told(_: object) -> None:
             with self._lock:

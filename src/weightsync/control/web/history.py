@@ -41,10 +41,14 @@ class History:
         self._lock = threading.Lock()
         self._points: dict[str, dict[int, VersionPoint]] = {}
         self._runs: dict[str, str | None] = {}
+        self._looked_s = 0.0
 
     def look(self, status: ControllerStatus) -> None:
         """Takes what is new in it. Call it after each change of a model, or a version may go by unseen."""
         with self._lock:
+            if status.now_s < self._looked_s:  # another thread has brought a later one before
+                return
+            self._looked_s = status.now_s
             for tag, model in status.models.items():
                 if self._runs.setdefault(tag, model.run_id) != model.run_id:
                     self._runs[tag] = model.run_id

@@ -69,16 +69,19 @@ class AskedAudits:
         with self._lock:
             return tuple(self._ended)
 
-    def behind(self, session: str, audit: Callable[[str], bool]) -> None:
+    def behind(self, session: str, audit: Callable[[str], bool], settle: Callable[[str], None]) -> None:
         """Begins a reading behind a patch, where it is time for one; waits for nothing. One that the next patch ends
         goes on behind that one.
 
         Args:
             session: that has committed the patch, on all workers.
-            audit: see `EngineWorker.audit`.
+            audit, settle: see `EngineWorker`; the second where nothing is ever read.
         """
+        if self._sleeps:
+            in_thread(lambda: settle(session), name="weightsync-vllm-settle")
+            return
         every_s, read_s = _every_s(), self._read_s
-        if self._sleeps or every_s == math.inf or (read_s is not None and time.monotonic() < read_s + every_s):
+        if every_s == math.inf or (read_s is not None and time.monotonic() < read_s + every_s):
             return
 
         def run() -> None:

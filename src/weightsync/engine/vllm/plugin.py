@@ -346,7 +346,7 @@ class WeightSyncTransferEngine:
             if stages:
                 self._loader.cover([_covered(reply) for reply in replies])
             if isinstance(of, VllmUpdateMessage) and of.commit is not None and self._worker.is_patched:
-                self._audits.behind(of.commit.session, self._worker.audit)
+                self._audits.behind(of.commit.session, self._worker.audit, self._worker.settle)
             return
         first = min(errors, key=is_consequence)
         if of is not None:  # on the last worker vLLM's update ends now, so the session can't go on either

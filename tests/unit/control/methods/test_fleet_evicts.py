@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.control.fleet_instances import SENDER, World, bring, raises, until, v
+from tests.unit.control.fleet_instances import PAIR, SENDER, World, bring, raises, until, v
 from weightsync.control.controller import WeightSyncController
 from weightsync.errors import SyncFailedError
 
@@ -66,6 +65,19 @@ def test_who_was_left_out_comes_in_when_that_sync_has_ended_well_or_not(world: W
     assert c.state == "live"
 
 
+def test_the_only_holder_of_another_model_is_not_left_out(world: World) -> None:
+    """Seen red: nobody answered with that model, and a version of it that came meanwhile was never synced."""
+    a, b = world.three()[0], world.instance("both", PAIR).beat()
+    method = world.method("all")
+    assert bring(method, 1) == bring(method, 1, "critic") == 1
+    b.on_prepare = NO_ROOM
+    with pytest.raises(SyncFailedError, match="1 of 4"):
+        bring(method, 2)
+    assert method.evict_failed("actor") == ["both"]
+    until(lambda: b.state == "live", "it goes on with what it has")
+    assert a.state == "live"
+
+
 def test_where_all_failed_nobody_is_left_out(world: World) -> None:
     """A trainer that is dead: all answer with what they have. Seen red where all were left out: no sync may follow."""
     instances, method = world.three(), world.method("all")
@@ -103,7 +115,8 @@ def test_one_that_comes_back_after_a_sync_that_was_given_up_is_no_reason_to_try_
     controller.train_worker_notify_weight_update("w", "actor", "r", 2, sender_endpoint=SENDER)
     until(lambda: controller.rollout_service_state("actor").overdue, "it is given up")
     until(lambda: b.state == "live", "it is back")
-    time.sleep(1.0)
+    seen = b.num_beats
+    until(lambda: b.num_beats > seen + 20, "it is heard again and again")
     assert [each.outcome for each in controller.status().syncs] == ["failed"] * 3
     assert controller.rollout_service_state("actor").state == "running"
     controller.close()

@@ -48,6 +48,14 @@ def test_a_number_that_was_denied_is_no_point_any_more() -> None:
     assert [(point.version, point.behind, point.outcome) for point in kept.points()] == [(5, 0, None), (6, 1, "served")]
 
 
+def test_a_look_that_another_has_overtaken_changes_nothing() -> None:
+    """Threads look at once. Seen red: the late one took the newest version away, and how far behind rollout was."""
+    kept = History()
+    for trained, served, at_s in ((5, 5, 1.0), (6, 3, 3.0), (5, 5, 2.0), (6, 6, 4.0)):
+        kept.look(status(models={"actor": model(trained, served)}, syncs=(), now_s=at_s))
+    assert [(point.version, point.behind) for point in kept.points()] == [(5, 0), (6, 3)]
+
+
 def test_another_run_begins_anew_and_old_versions_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "_MAX_VERSIONS", 4)
     kept = History()

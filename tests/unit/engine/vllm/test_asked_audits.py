@@ -55,7 +55,7 @@ def test_a_worker_reads_behind_a_patch_now_and_then(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(asked_audits, "in_thread", at_once)
     audits = AskedAudits(lambda: EngineReply(engine_id="e"))
     for number in range(4):
-        audits.behind(f"s{number}", audit)
+        audits.behind(f"s{number}", audit, pytest.fail)
     assert len(began) == (read + 1 if read else 0)
 
 
@@ -67,7 +67,7 @@ def test_a_reading_behind_a_patch_that_fails_is_told(monkeypatch: pytest.MonkeyP
         raise RuntimeError("the device is gone")
 
     audits, deadline = AskedAudits(lambda: EngineReply(engine_id="e")), Deadline(20.0)
-    audits.behind("s1", audit)
+    audits.behind("s1", audit, pytest.fail)
     while not audits.ended:
         deadline.check("end of the reading")
     (ended,) = audits.ended
@@ -107,10 +107,13 @@ def test_one_that_can_have_no_thread_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_where_vllm_has_sleep_mode_nobody_reads_live_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be unmapped meanwhile, and who reads them then ends the worker. No GPU here: none reads."""
-    monkeypatch.setattr(asked_audits, "in_thread", lambda *_, name: pytest.fail(f"{name} was started"))
-    audits = AskedAudits(lambda: EngineReply(engine_id="e"), sleeps=True)
+    """They may be unmapped meanwhile, and who reads them then ends the worker. No GPU here: none reads. What would undo
+    a patch is let go of all the same: it would lie on the GPU through the sleep."""
+    settled: list[str] = []
+    monkeypatch.setattr(asked_audits, "in_thread", lambda call, *, name: call())
+    audits = AskedAudits(lambda: pytest.fail("live weights were read"), sleeps=True)
     audits.begin("asked")
-    audits.behind("run/1#x", lambda _: True)
+    audits.behind("run/1#x", pytest.fail, settled.append)
     assert [(each.name, each.equal) for each in audits.ended] == [("asked", None)]
     assert "sleep mode" in str(audits.ended[0].said)
+    assert settled == ["run/1#x"]
