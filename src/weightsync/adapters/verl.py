@@ -14,15 +14,17 @@ ranks and `receive_weights` on rollout workers at the same time, `finalize` on a
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from weightsync.adapters.checkpoint_engine import Receiver, Sender, TransferPlan, node_address, plan_in, worker_device
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, TransferError
 from weightsync.memory import MappedSegment
 from weightsync.types import Version
 
@@ -129,16 +131,20 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         assert self._receiver is not None
         most_bytes = self._bucket_bytes
         with contextlib.ExitStack() as stack:
-            staged = stack.enter_context(self._receiver.pulled(timeout_s=self._timeout_s))
             before, self._given = self._given, None  # what is interrupted comes whole the next time
-            patch = staged.patch
-            if patch is not None and before == (patch.base, patch.base_digest):
-                segment = stack.enter_context(MappedSegment(patch.segment, need_bytes=1))
-                if needs_whole(changed(patch, staged.manifest, segment, most_bytes=most_bytes)):
-                    patch = None
-            else:
-                patch = None
-            if patch is not None:
+            patch, failed = None, None
+            try:
+                staged = stack.enter_context(self._receiver.pulled(timeout_s=self._timeout_s))
+                if staged.patch is not None and before == (staged.patch.base, staged.patch.base_digest):
+                    segment = stack.enter_context(MappedSegment(staged.patch.segment, need_bytes=1))
+                    if not needs_whole(changed(staged.patch, staged.manifest, segment, most_bytes=most_bytes)):
+                        patch = staged.patch
+            except Exception as error:
+                failed = error
+            all_have_it = _all_have(None if patch is None else f"{patch.base} {patch.base_digest}", failed=failed)
+            if failed is not None:
+                raise failed
+            if patch is not None and all_have_it:
                 pieces = changed(patch, staged.manifest, segment, most_bytes=most_bytes)
             else:
                 pieces = whole(staged, stack.enter_context(MappedSegment(staged.segment, need_bytes=1)))
@@ -147,3 +153,23 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def finalize(self) -> None:
         """Nothing: what is kept makes the next transfer a delta."""
+
+
+def _all_have(change: str | None, *, failed: Exception | None) -> bool:
+    """Whether every worker of this rollout has the same change. verl calls a rollout once for each flush of one of its
+    workers, and the others wait for that: all give the same ones, or verl waits for good. They are verl's group.
+
+    Raises:
+        TransferError: another worker has failed. Nothing was given to verl.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return change is not None
+    mine = 0 if failed is not None else 1  # 0: failed; 1: it has none; else what it has
+    if failed is None and change is not None:
+        mine = 2 + int.from_bytes(hashlib.sha256(change.encode()).digest()[:7], "big")
+    told = torch.tensor([mine, -mine])
+    dist.all_reduce(told, op=dist.ReduceOp.MIN)
+    least, most = int(told[0]), -int(told[1])
+    if least == 0 and failed is None:
+        raise TransferError("another worker of this rollout could not fetch the version: see its log")
+    return 1 < least == most

@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.standins.frameworks import VERL_METHODS, checksum, provide_verl, takes
+from tests.standins.processes import run_ranks
 
 provide_verl()
 
+from weightsync.adapters.checkpoint_engine import Receiver  # noqa: E402
 from weightsync.adapters.verl import WeightSyncCheckpointEngine  # noqa: E402
 from weightsync.adapters.verl_flush import Piece, needs_whole  # noqa: E402
-from weightsync.errors import ConfigError, InvalidRequestError  # noqa: E402
+from weightsync.errors import ConfigError, InvalidRequestError, StorageError, WeightSyncError  # noqa: E402
+from weightsync.host import delta_intake  # noqa: E402
 from weightsync.types import TensorSpec  # noqa: E402
 
 LONG_S = 60.0
@@ -195,6 +199,55 @@ def test_a_parameter_that_int32_can_not_count_comes_whole(rows: int, is_whole: b
         spec=spec, positions=torch.zeros(1, dtype=torch.int32), values=torch.zeros(1, dtype=torch.bfloat16)
     )  # fmt: skip
     assert needs_whole([piece]) == is_whole
+
+
+def one_worker_differs(rank: int, world_size: int) -> list[list[str] | str]:
+    """The encodings that a worker of this rollout is given of each version. Rank 1 has no room for the change of
+    version 2, and can't fetch version 4. The trainer is in rank 0's process."""
+    worker, engine, said = WeightSyncCheckpointEngine(mode="delta", **_FLUSHES), Engine(), []
+    master = WeightSyncCheckpointEngine(is_master=True, **_FLUSHES) if rank == 0 else None
+    for number in range(1, 6):
+        plan = [None if master is None else master.prepare()]
+        dist.broadcast_object_list(plan)
+        worker.init_process_group(plan=plan[0])
+        if master is not None:
+            asyncio.run(master.send_weights(iter(weights(float(number)).items()), global_steps=number))
+        dist.barrier()
+        with pytest.MonkeyPatch.context() as patch:
+            if (rank, number) == (1, 2):
+                patch.setattr(delta_intake, "lay_out_patch", lambda *_, **__: None)
+            if (rank, number) == (1, 4):
+                patch.setattr(Receiver, "pulled", fails)
+            try:
+                said.append(sorted(set(engine.apply(worker.receive_weights(global_steps=number)))))
+                assert same(engine.live, weights(float(number)))
+            except WeightSyncError as error:
+                said.append(str(error))
+        dist.barrier()  # the version is there until all have it
+    for each in (worker._receiver, None if master is None else master._sender):
+        if each is not None:
+            each.close()
+    return said
+
+
+_FLUSHES = {
+    "bucket_size": 100, "host": "127.0.0.1", "timeout_s": LONG_S, "wire_format": "delta_flush",
+    "delta_budget_bytes": 1 << 30,
+}  # fmt: skip
+
+
+def fails(*_: object, **__: object) -> None:
+    raise StorageError("no room for a staging")
+
+
+def test_workers_of_one_rollout_are_given_the_same_flushes_or_none() -> None:
+    """verl calls a rollout once for each flush of one worker, while the others wait for that. Seen red: one gave a
+    flush of changes and the other many of all; verl would have waited for good."""
+    zero, one = run_ranks(one_worker_differs, 2)
+    assert zero[:3] == one[:3] == [["dense"], ["dense"], ["indices"]]
+    assert "another worker of this rollout" in zero[3]
+    assert "no room for a staging" in one[3]
+    assert zero[4] == one[4] == ["dense"], "what they have is of no version"
 
 
 def test_what_makes_no_sense_is_refused() -> None:
