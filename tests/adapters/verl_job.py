@@ -184,8 +184,9 @@ async def job(num_versions: int, mode: str) -> None:
     config = CheckpointEngineConfig(backend=BACKEND, custom_backend_module=MODULE, engine_kwargs={BACKEND: options})
     ranks = group(NUM_RANKS, RayClassWithInitArgs(cls=ray.remote(Rank), config=config))
     rollout_config = RolloutConfig(name="vllm", checkpoint_engine=config)
-    workers = group(NUM_WORKERS + 1, RayClassWithInitArgs(cls=ray.remote(RolloutWorker), rollout_config=rollout_config))
-    replicas = [Replica(worker) for worker in workers.workers]
+    worker = RayClassWithInitArgs(cls=ray.remote(RolloutWorker), rollout_config=rollout_config)
+    groups = [group(1, worker) for _ in range(NUM_WORKERS + 1)]  # one a replica, as verl makes them
+    replicas = [Replica(each.workers[0]) for each in groups]
     manager = CheckpointEngineManager(config=config, actor_wg=ranks, replicas=replicas[:NUM_WORKERS])
     for version in range(1, num_versions + 1):
         if version == num_versions // 2:
@@ -194,8 +195,9 @@ async def job(num_versions: int, mode: str) -> None:
         begun_s = time.monotonic()
         metrics = await manager.update_weights(global_steps=version)
         seconds = time.monotonic() - begun_s
-        told = {"version": version, "published": digests, "received": workers.said(), "seconds": seconds, **metrics}
-        told["encodings"] = workers.encodings()
+        told = {"version": version, "published": digests, "seconds": seconds, **metrics}
+        told["received"] = [one for each in groups for one in each.said()]
+        told["encodings"] = [one for each in groups for one in each.encodings()]
         say(json.dumps(told))
 
 

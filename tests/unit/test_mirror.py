@@ -71,7 +71,6 @@ ELSEWHERE = {
     "verbs/publishing": "multiproc/test_verbs.py",
     "verbs/pushing": "multiproc/test_verbs.py",
     # Two sides of a socket or of a mapping: tested with the other side in a process of its own.
-    "control/methods/pull": "multiproc/test_control_pull.py",
     "host/puller": "multiproc/test_pull_faults.py",
     "memory/mapped": "multiproc/test_push_ipc_faults.py",
     "transfer/shm": "multiproc/test_pull_faults.py",

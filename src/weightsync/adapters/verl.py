@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ from weightsync.types import Version
 WHOLE, CHANGES = "named_tensors", "delta_flush"
 _BUCKET_BYTES = 512 << 20
 _PATCH_LIMIT = 0.5
+
+_logger = logging.getLogger(__name__)
 
 
 @CheckpointEngineRegistry.register("weightsync")
@@ -140,6 +143,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     if not needs_whole(changed(staged.patch, staged.manifest, segment, most_bytes=most_bytes)):
                         patch = staged.patch
             except Exception as error:
+                _logger.error("the version could not be fetched: %s", error)  # Ray may show another worker's error
                 failed = error
             all_have_it = _all_have(None if patch is None else f"{patch.base} {patch.base_digest}", failed=failed)
             if failed is not None:

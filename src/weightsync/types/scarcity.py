@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 
-_PASSING_SAID = ("start new thread", "out of memory")  # of Python's threads, and of torch on a device
+_PASSING_SAID = ("start new thread", "out of memory", "can't allocate memory")  # of Python, and of torch
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 
 

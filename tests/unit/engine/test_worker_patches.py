@@ -97,6 +97,17 @@ def test_what_was_audited_can_not_be_rolled_back(patched: Patched) -> None:
         patched.loader.rollback()
 
 
+def test_what_was_settled_can_not_be_rolled_back_and_nothing_else_is(patched: Patched) -> None:
+    patched.worker.settle("s")  # not committed yet
+    patched.worker.commit("s")
+    patched.worker.settle("stranger")
+    assert patched.loader.can_roll_back
+    patched.worker.settle("s")
+    assert not patched.loader.can_roll_back
+    patched.worker.rollback("s", "too late")
+    patched.is_at(2)
+
+
 def test_an_audit_of_something_else_than_is_served_reads_nothing(patched: Patched) -> None:
     patched.worker.drain_phases()
     patched.worker.audit("s")  # not committed yet

@@ -206,13 +206,11 @@ class FleetMethod(SyncMethod):
         return next(each.version for each in versions if each.model_id == model_id)
 
     def evict_failed(self, model_tag: str) -> Sequence[str]:
-        """The model's next sync goes on without those of which each model has somebody else; they come in again when it
-        has ended and they have caught up. Returns when they answer no more."""
+        """The model's next sync goes on without them, where anybody is left; they come in again when it has ended and
+        they have caught up. Returns when they answer no more."""
         failed = self._peers.take_failed(model_tag)
-        members = {member.instance_id: member for member in self.pool.members([model_tag])}
-        models = {model for who in failed if who in members for model in members[who].models}
-        alone = {model for model in models if {each.instance_id for each in self.pool.members([model])} <= set(failed)}
-        self.pool.leave_out(model_tag, [who for who in failed if who in members and not members[who].models & alone])
+        if {member.instance_id for member in self.pool.members([model_tag])} - set(failed):
+            self.pool.leave_out(model_tag, failed)  # where all have failed they go on with what they have
         for instance_id in failed:
             self.pool.evict(instance_id, "it failed all retries of a sync")
         self.pool.wait_fenced(failed)

@@ -79,8 +79,9 @@ class PullMethod(SyncMethod):
         if not self.live(model_tag) and self._is_newer(model_tag, version):
             for name in self._services:
                 self.peers.readmit(model_tag, name)
-        self._asked[model_tag] = version
-        names = self.live(model_tag)
+        with self._lock:
+            self._asked[model_tag] = version
+            names = self.live(model_tag)
         notice = self._notice(model_tag, version)
         for name in self._services.keys() - set(names):
             self._tell_evicted(model_tag, name)
@@ -136,11 +137,13 @@ class PullMethod(SyncMethod):
 
         def tell() -> None:
             with contextlib.suppress(WeightSyncError):  # its turn comes with the next sync
-                served: Version | None = None
-                while (asked := self._asked[model_tag]) != served:
+                for is_last in (False, False, True):  # where versions come faster than it follows it is let in at last
+                    asked = self._asked[model_tag]
                     _tell(self._services[name], self._notice(model_tag, asked))
-                    served = asked
-                self.peers.readmit(model_tag, name)
+                    with self._lock:
+                        if is_last or asked == self._asked[model_tag]:
+                            self.peers.readmit(model_tag, name)
+                            return
 
         def told(_: object) -> None:
             with self._lock:

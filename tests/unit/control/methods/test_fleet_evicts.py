@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.control.fleet_instances import PAIR, SENDER, World, bring, raises, until, v
+from tests.unit.control.fleet_instances import SENDER, World, bring, raises, until, v
 from weightsync.control.controller import WeightSyncController
 from weightsync.errors import SyncFailedError
 
@@ -63,19 +63,6 @@ def test_who_was_left_out_comes_in_when_that_sync_has_ended_well_or_not(world: W
     until(lambda: b.state == "live", "what is current is what it serves")
     assert b.served["actor"].of == v(1)
     assert c.state == "live"
-
-
-def test_the_only_holder_of_another_model_is_not_left_out(world: World) -> None:
-    """Seen red: nobody answered with that model, and a version of it that came meanwhile was never synced."""
-    a, b = world.three()[0], world.instance("both", PAIR).beat()
-    method = world.method("all")
-    assert bring(method, 1) == bring(method, 1, "critic") == 1
-    b.on_prepare = NO_ROOM
-    with pytest.raises(SyncFailedError, match="1 of 4"):
-        bring(method, 2)
-    assert method.evict_failed("actor") == ["both"]
-    until(lambda: b.state == "live", "it goes on with what it has")
-    assert a.state == "live"
 
 
 def test_where_all_failed_nobody_is_left_out(world: World) -> None:

@@ -99,6 +99,7 @@ def test_one_that_was_evicted_and_hangs_holds_up_nobody_and_is_told_once_at_a_ti
     before = len(services["b"].notices)
     for number in (2, 3, 4):
         assert method.sync_weights("m", v(number)) == number
+        until(lambda: services["b"].notices[before:] == [2])
     assert method.live("m") == ("a",)
     services["b"].may_answer.set()
     until(lambda: method.live("m") == ("a", "b"))
