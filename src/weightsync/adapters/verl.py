@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from weightsync.types import Version
 WHOLE, CHANGES = "named_tensors", "delta_flush"
 _BUCKET_BYTES = 512 << 20
 _PATCH_LIMIT = 0.5
+_MARGIN_S = 10.0  # that other workers have beyond their pull
 
 _logger = logging.getLogger(__name__)
 
@@ -145,7 +147,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             except Exception as error:
                 _logger.error("the version could not be fetched: %s", error)  # Ray may show another worker's error
                 failed = error
-            all_have_it = _all_have(None if patch is None else f"{patch.base} {patch.base_digest}", failed=failed)
+            change = None if patch is None else f"{patch.base} {patch.base_digest}"
+            all_have_it = _all_have(change, failed=failed, timeout_s=self._timeout_s + _MARGIN_S)
             if failed is not None:
                 raise failed
             if patch is not None and all_have_it:
@@ -159,12 +162,12 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Nothing: what is kept makes the next transfer a delta."""
 
 
-def _all_have(change: str | None, *, failed: Exception | None) -> bool:
+def _all_have(change: str | None, *, failed: Exception | None, timeout_s: float) -> bool:
     """Whether every worker of this rollout has the same change. verl calls a rollout once for each flush of one of its
     workers, and the others wait for that: all give the same ones, or verl waits for good. They are verl's group.
 
     Raises:
-        TransferError: another worker has failed. Nothing was given to verl.
+        TransferError: another worker has failed, is gone, or did not come in time. Nothing was given to verl.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return change is not None
@@ -172,7 +175,10 @@ def _all_have(change: str | None, *, failed: Exception | None) -> bool:
     if failed is None and change is not None:
         mine = 2 + int.from_bytes(hashlib.sha256(change.encode()).digest()[:7], "big")
     told = torch.tensor([mine, -mine])
-    dist.all_reduce(told, op=dist.ReduceOp.MIN)
+    try:
+        dist.all_reduce(told, op=dist.ReduceOp.MIN, async_op=True).wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise failed or TransferError(f"the workers of this rollout could not agree: {error}") from error
     least, most = int(told[0]), -int(told[1])
     if least == 0 and failed is None:
         raise TransferError("another worker of this rollout could not fetch the version: see its log")

@@ -298,7 +298,7 @@ class WeightSyncController:
         return served(model)
 
     def ended_by(self, model_tag: str, report: Callable[[], bool], *, timeout_s: float) -> None:
-        """Calls `report`, which ends the sync that is under way, and waits until the model's state shows that."""
+        """Calls `report`; where that has ended the sync that is under way, waits until the model's state shows it."""
         self._model(model_tag).ended_by(report, timeout_s)
 
     def look_again(self, model_tag: str) -> None:
@@ -339,7 +339,7 @@ class WeightSyncController:
         )
 
     def records(self) -> list[SyncRecord]:
-        """The last syncs of each model, the newest first, also those that a status leaves out."""
+        """The last syncs of each model, model by model, also those that a status leaves out."""
         return [record for model in self._models.values() for record in model.records()]
 
     @property

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.multiproc.pull_kit import wait_until
 from tests.standins.frameworks import VERL_METHODS, checksum, provide_verl, takes
 from tests.standins.processes import run_ranks
 
 provide_verl()
 
 from weightsync.adapters.checkpoint_engine import Receiver  # noqa: E402
-from weightsync.adapters.verl import WeightSyncCheckpointEngine  # noqa: E402
+from weightsync.adapters.verl import WeightSyncCheckpointEngine, _all_have  # noqa: E402
 from weightsync.adapters.verl_flush import Piece, needs_whole  # noqa: E402
-from weightsync.errors import ConfigError, InvalidRequestError, StorageError, WeightSyncError  # noqa: E402
+from weightsync.errors import ConfigError, InvalidRequestError, StorageError, TransferError, WeightSyncError  # noqa: E402
 from weightsync.host import delta_intake  # noqa: E402
 from weightsync.types import TensorSpec  # noqa: E402
 
@@ -248,6 +251,24 @@ def test_workers_of_one_rollout_are_given_the_same_flushes_or_none() -> None:
     assert "another worker of this rollout" in zero[3]
     assert "no room for a staging" in one[3]
     assert zero[4] == one[4] == ["dense"], "what they have is of no version"
+
+
+def one_does_not_come(rank: int, world_size: int, told: str) -> str | None:
+    if rank == 1:
+        wait_until(Path(told).exists, "the other has given up")
+        return None
+    begun_s = time.monotonic()
+    with pytest.raises(TransferError) as caught:
+        _all_have("a change", failed=None, timeout_s=0.5)
+    assert time.monotonic() - begun_s < 20.0, "not the group's own time-out, which is 30 s here"
+    Path(told).touch()
+    return str(caught.value)
+
+
+def test_a_worker_that_does_not_come_is_waited_for_so_long(tmp_path: Path) -> None:
+    """Seen red: for torch's own time-out, which is 30 minutes in verl's group."""
+    said, _ = run_ranks(one_does_not_come, 2, str(tmp_path / "told"), timeout_s=60.0)
+    assert "could not agree" in said
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -10,6 +10,7 @@ import weakref
 import numpy as np
 import pytest
 
+from tests.multiproc.pull_kit import wait_until
 from tests.standins.stores import FaultyStore
 from weightsync.errors import DeadlineExceededError, StoreDamagedError, TransferAbortedError, TransferError
 from weightsync.handles.fanout import in_thread
@@ -66,11 +67,8 @@ def hangs():
     wait_until_back()
 
 
-def wait_until_back():
-    end_s = time.monotonic() + 10.0
-    while any(each.name.startswith("weightsync-store") for each in threading.enumerate()):
-        assert time.monotonic() < end_s
-        time.sleep(0.01)  # between two looks
+def wait_until_back() -> None:
+    wait_until(lambda: not any(each.name.startswith("weightsync-store") for each in threading.enumerate()), "all end")
 
 
 def test_all_ranges_come(store) -> None:

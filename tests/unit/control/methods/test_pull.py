@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from typing import cast
 
 import pytest
 
+from tests.unit.control.fleet_instances import until
 from weightsync.clients.host import RolloutClient
 from weightsync.control.methods.pull import PullMethod
 from weightsync.errors import EngineUnreachableError, NoEnginesError, SyncFailedError
@@ -54,20 +53,13 @@ def fail(method: PullMethod, services: dict[str, Told], *names: str) -> None:
     assert method.evict_failed("m") == list(names)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_where_everybody_was_evicted_all_take_part_in_the_next_version() -> None:
     """Seen red: NoEnginesError for each version of the rest of the run."""
     services, method = two()
     fail(method, services, "a", "b")
     with pytest.raises(NoEnginesError):
         method.sync_weights("m", v(1))
-    until(lambda: not method._told)
+    until(lambda: not method._told, "nobody is told now")
     for each in services.values():
         each.is_well = True
     assert method.sync_weights("m", v(2)) == 2
@@ -79,11 +71,11 @@ def test_one_that_was_evicted_is_told_of_later_versions_and_takes_part_when_it_s
     services, method = two()
     fail(method, services, "b")
     assert method.sync_weights("m", v(1)) == 1, "nobody waits for it, nor fails by it"
-    until(lambda: not method._told)
+    until(lambda: not method._told, "nobody is told now")
     services["b"].is_well = True
     before = len(services["b"].notices)
     assert method.sync_weights("m", v(2)) == 2
-    until(lambda: method.live("m") == ("a", "b"))
+    until(lambda: method.live("m") == ("a", "b"), "it takes part again")
     assert services["b"].notices[before:] == [2]
     services["b"].is_well = False
     with pytest.raises(SyncFailedError):
@@ -99,8 +91,8 @@ def test_one_that_was_evicted_and_hangs_holds_up_nobody_and_is_told_once_at_a_ti
     before = len(services["b"].notices)
     for number in (2, 3, 4):
         assert method.sync_weights("m", v(number)) == number
-        until(lambda: services["b"].notices[before:] == [2])
+        until(lambda: services["b"].notices[before:] == [2], "it is told")
     assert method.live("m") == ("a",)
     services["b"].may_answer.set()
-    until(lambda: method.live("m") == ("a", "b"))
+    until(lambda: method.live("m") == ("a", "b"), "it takes part again")
     assert services["b"].notices[before:] == [2, 4], "it takes part with what the others serve"
