@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightsync.errors import StateError
+from weightsync.errors import StateError, SyncFailedError
 from weightsync.host.agent_state import Claim, Target, is_in
 from weightsync.host.commit_gate import CommitGate
 from weightsync.host.model_updater import ModelUpdater
@@ -43,11 +43,17 @@ class FleetModel(ModelUpdater):
             staged = self.gate.staged
             if is_in(version, staged):
                 return staged
-            if self.settled(claim):
-                return self.served
+            failure: SyncFailedError | None = None
+            try:
+                if self.settled(claim):
+                    return self.served
+            except SyncFailedError as error:  # why it failed may be that nobody has it: that is said with its own type
+                failure = error
             lost = self._followed.nobody_has(Target(version=version, endpoint=claim.endpoint), since_s=claim.began_s)
             if lost is not None and not self._pulls.moving:
                 raise lost
+            if failure is not None:
+                raise failure
             return None
 
     def is_there(self, claim: Claim) -> bool:

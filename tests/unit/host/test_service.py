@@ -244,6 +244,7 @@ def test_a_fleet_hears_soon_that_nobody_has_a_version_any_more(world: World, tmp
 
     wait_until(denied, "it is told")
     wait_until(lambda: "nobody has r1/1 any more" in world.status.errors.get("pull", ""), "the pull has ended")
+    assert denied(), "also once its pull has failed of it (seen red: a SyncFailedError)"
     world.agents[OLD].ending, world.agents[OLD].raises = False, None
     model.prepare(version, OLD)
     wait_until(lambda: model.gate.staged == version, "it has come back")
