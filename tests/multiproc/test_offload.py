@@ -36,7 +36,7 @@ from weightsync.memory import Lock, Reader
 from weightsync.module_walk import module_tensors
 from weightsync.plan.boxes import whole_box
 from weightsync.tensors import byte_array
-from weightsync.trainer import offload_steps
+from weightsync.trainer import extraction
 from weightsync.trainer.publisher import OffloadReport, WeightManager
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import Box, Deadline, Version
@@ -365,14 +365,14 @@ def test_a_gathered_copy_has_the_time_that_its_size_needs(monkeypatch: pytest.Mo
     """Seen red: a model that takes longer than ranks wait for each other was never published."""
     given_s: list[float] = []
 
-    class Seen(offload_steps.LockstepExtraction):
+    class Seen(extraction.LockstepExtraction):
         def __init__(self, *args: Any, deadline: Deadline, **options: Any) -> None:
             given_s.append(deadline.timeout_s)
             super().__init__(*args, deadline=deadline, **options)
 
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])  # 240 bytes
-    monkeypatch.setattr(offload_steps, "LockstepExtraction", Seen)
-    monkeypatch.setattr(offload_steps, "_GATHER_BYTES_S", 10.0)
+    monkeypatch.setattr(extraction, "LockstepExtraction", Seen)
+    monkeypatch.setattr(extraction, "_GATHER_BYTES_S", 10.0)
     with WeightManager("m", timeout_s=1.0, guard_s=0.5) as manager:
         report = manager.offload(Gathering(model, chunk_bytes=None), 1)
         assert (report.path, report.published) == ("gather", True)
@@ -425,7 +425,7 @@ def test_a_rank_that_fails_is_told_to_all_and_the_next_offload_works() -> None:
         assert {what[:2] for what in raised.values()} == {("ExtractError", "mask")}
 
 
-class Cramped(offload_steps.LockstepExtraction):
+class Cramped(extraction.LockstepExtraction):
     """One that can't begin on rank 1, e.g. for want of memory."""
 
     def __init__(self, *args: Any, ranks: TrainingRanks, **options: Any) -> None:
@@ -435,12 +435,12 @@ class Cramped(offload_steps.LockstepExtraction):
 
 
 def _one_rank_can_not_begin(rank: int, world_size: int) -> str:
-    model, whole = shard(build(1), "shard0", world_size), offload_steps.LockstepExtraction
+    model, whole = shard(build(1), "shard0", world_size), extraction.LockstepExtraction
     with WeightManager("actor", dtype="bfloat16", guard_s=20.0) as wm:
-        offload_steps.LockstepExtraction = Cramped  # type: ignore[misc]
+        extraction.LockstepExtraction = Cramped  # type: ignore[misc]
         with pytest.raises(WeightSyncError) as caught:
             wm.offload(Gathering(model, chunk_bytes=None), 1)
-        offload_steps.LockstepExtraction = whole  # type: ignore[misc]
+        extraction.LockstepExtraction = whole  # type: ignore[misc]
         assert wm.offload(Gathering(model, chunk_bytes=None), 2).published
     return str(caught.value)
 

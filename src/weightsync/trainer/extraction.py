@@ -10,8 +10,9 @@ memory of the one `num_slots` before it, so rank 0 does not agree to build it un
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -30,8 +31,10 @@ from weightsync.extract.base import WeightExtractor
 from weightsync.observe import Recorder
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.trainer.sharing import RankSharing
-from weightsync.types import Deadline, WeightChunk
+from weightsync.types import Deadline, TensorTable, WeightChunk
 
+_GATHER_BYTES_S = 100 << 20
+"""A slow trainer gathers and consumes as much in a second."""
 _TELL_S = 2.0  # how long after the deadline the other ranks' word of it may take
 
 
@@ -224,6 +227,51 @@ class LockstepExtraction:
                 self._wanted = False
                 self._chunk = chunk
                 self._changed.notify_all()
+
+
+def gather(
+    extractor: WeightExtractor,
+    consume: Callable[[Iterator[WeightChunk]], None],
+    *,
+    dtype: str | None,
+    ranks: TrainingRanks,
+    timeout_s: float,
+    recorder: Recorder,
+    failed: str,
+) -> None:
+    """Every rank gathers the whole model, and rank 0 consumes it. A rank that fails tells the others before their next
+    collective, which is one of the trainer's own group.
+
+    Args:
+        consume: takes rank 0's chunks to their end, and keeps none.
+        timeout_s: of gathering, which has 1 s more for each 100 MiB.
+        failed: what an untyped error of `consume` is said to be.
+
+    Raises:
+        WeightSyncError: on every rank.
+    """
+    seconds = timeout_s + TensorTable.of(extractor.metadata(dtype)).total_bytes / _GATHER_BYTES_S
+    extraction = LockstepExtraction(
+        extractor, dtype=dtype, ranks=ranks, deadline=Deadline(seconds), recorder=recorder, keep=ranks.rank == 0
+    )
+    extraction.start()
+    try:
+        if ranks.rank == 0:
+            consume(extraction.chunks())
+        extraction.finish()
+    except BaseException as error:
+        if isinstance(error, Exception):
+            typed = as_weightsync_error(error, ExtractError, failed, rank=ranks.rank)
+        else:  # Ctrl-C: it is what comes out
+            typed = TransferAbortedError("the trainer was interrupted", rank=ranks.rank)
+        extraction.stop(typed)
+        with contextlib.suppress(WeightSyncError):
+            extraction.finish()
+        if extraction.hangs:  # inside a collective, and nobody may pair with that
+            ranks.give_up("the extraction hangs in a collective")
+        if isinstance(error, Exception) and typed is not error:
+            raise typed from error
+        raise
 
 
 def _own_streams() -> list[torch.cuda.Stream]:

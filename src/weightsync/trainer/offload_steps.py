@@ -11,40 +11,30 @@ Each step ends alike on every rank: what one finds to be wrong, all raise.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
 import xxhash
 
-from weightsync.errors import (
-    DeadlineExceededError,
-    InvalidRequestError,
-    StateError,
-    TransferAbortedError,
-    WeightSyncError,
-    as_weightsync_error,
-)
+from weightsync.errors import InvalidRequestError, StateError, WeightSyncError, as_weightsync_error
 from weightsync.extract.base import WeightExtractor
 from weightsync.memory import Reader
 from weightsync.observe import Recorder, now_s
 from weightsync.plan.boxes import whole_box
 from weightsync.trainer.buffer import PublicationBuffer, WriteTurn
-from weightsync.trainer.extraction import LockstepExtraction
+from weightsync.trainer.extraction import gather
 from weightsync.trainer.offload_plan import HostPlan, plan_hosts
 from weightsync.trainer.plan_cache import Named, OffloadPlanCache, Weights, extractor_of
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.trainer.segment_writer import SegmentWriter, write_header
-from weightsync.types import Box, Deadline, TensorSpec, TensorTable, Version
+from weightsync.types import Box, TensorSpec, TensorTable, Version, WeightChunk
 from weightsync.types.adapter import Adapter
 from weightsync.types.canary import Canary
 from weightsync.types.publication import Publication
 
 Boxes = tuple[tuple[int, Box], ...]
-_GATHER_BYTES_S = 100 << 20
-"""A slow trainer gathers and writes as much in a second: a model is given this time besides."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -289,44 +279,22 @@ class OffloadSteps:
         self._writer.close()
 
     def _write_gathered(self, extractor: WeightExtractor) -> int:
-        """Every rank gathers, rank 0 writes; bytes. A rank that fails tells the others before their next collective.
-
-        Raises:
-            WeightSyncError: on every rank.
-        """
-        writes = self._ranks.rank == 0
-        seconds = self._timeout_s + TensorTable.of(extractor.metadata(self._dtype)).total_bytes / _GATHER_BYTES_S
-        extraction = LockstepExtraction(
-            extractor, dtype=self._dtype, ranks=self._ranks, deadline=Deadline(seconds),
-            recorder=self._recorder, keep=writes,
-        )  # fmt: skip
+        """Every rank gathers, rank 0 writes; bytes. See `gather`."""
         copied_bytes = 0
-        extraction.start()
-        try:
-            if writes:
-                for chunk in extraction.chunks():
-                    for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
-                        copied_bytes += self._writer.write(name, None, tensor)
-                    self._writer.finish()
-                    del chunk
-        except Exception as error:
-            extraction.stop(as_weightsync_error(error, StateError, "writing into shared memory failed"))
-            self._finish(extraction)
-            raise
-        except BaseException:  # Ctrl-C: it is what comes out
-            extraction.stop(TransferAbortedError("the trainer was interrupted"))
-            with contextlib.suppress(WeightSyncError):
-                self._finish(extraction)
-            raise
-        self._finish(extraction)
-        return copied_bytes
 
-    def _finish(self, extraction: LockstepExtraction) -> None:
-        try:
-            extraction.finish()
-        except DeadlineExceededError:  # its thread is inside a collective, and nobody may pair with that
-            self._ranks.give_up("the extraction hangs in a collective")
-            raise
+        def write(chunks: Iterator[WeightChunk]) -> None:
+            nonlocal copied_bytes
+            for chunk in chunks:
+                for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
+                    copied_bytes += self._writer.write(name, None, tensor)
+                self._writer.finish()
+                del chunk
+
+        gather(
+            extractor, write, dtype=self._dtype, ranks=self._ranks, timeout_s=self._timeout_s, recorder=self._recorder,
+            failed="writing into shared memory failed",
+        )  # fmt: skip
+        return copied_bytes
 
     def _key(self, extractor: WeightExtractor) -> str:
         facts = msgspec.json.encode((extractor.metadata(self._dtype), extractor.can_shard_locally()))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -21,17 +20,15 @@ from weightsync.extract.peft import adapter_extractor, base_extractor, merged_ex
 from weightsync.extract.registry import check_extractor
 from weightsync.observe import Recorder
 from weightsync.peft_model import peft_model_in
-from weightsync.trainer.extraction import LockstepExtraction
+from weightsync.trainer.extraction import gather
 from weightsync.trainer.ranks import TrainingRanks
-from weightsync.types import Base, Deadline, TensorTable, Version
+from weightsync.types import Base, Version, WeightChunk
 from weightsync.verbs.canary import TOLERANCE, TrainerCanary
 from weightsync.verbs.settings import KEEP_DTYPE, with_extract
 from weightsync.verbs.weights import TrainerWeights
 
 BASE_MODEL_ID = "base"
 """What the base is called where it is known by its digest alone."""
-_GATHER_BYTES_S = 100 << 20
-"""A slow trainer gathers and sums as much in a second."""
 
 
 @runtime_checkable
@@ -218,30 +215,20 @@ def digest_over_ranks(extractor: WeightExtractor, dtype: str | None, ranks: Trai
 
 
 def _gathered_sum(extractor: WeightExtractor, dtype: str | None, ranks: TrainingRanks, timeout_s: float) -> ShardSum:
-    """On rank 0 the sum of all; nothing on the others. A rank that fails tells the others before their next collective,
-    which is one of the trainer's own group.
+    """On rank 0 the sum of all; nothing on the others. See `gather`."""
+    total = ShardSum.zero()
 
-    Raises:
-        WeightSyncError: on every rank.
-    """
-    reads = ranks.rank == 0
-    seconds = timeout_s + TensorTable.of(extractor.metadata(dtype)).total_bytes / _GATHER_BYTES_S
-    extraction = LockstepExtraction(
-        extractor, dtype=dtype, ranks=ranks, deadline=Deadline(seconds), recorder=Recorder("base"), keep=reads
-    )
-    summed = SummedChunks(extraction.chunks() if reads else ())
-    extraction.start()
-    try:
+    def sum_up(chunks: Iterator[WeightChunk]) -> None:
+        nonlocal total
+        summed = SummedChunks(chunks)
         collections.deque(summed, maxlen=0)  # holds no chunk
-        extraction.finish()
-    except BaseException as error:
-        extraction.stop(as_weightsync_error(error, ExtractError, "the base's digest can't be computed"))
-        with contextlib.suppress(WeightSyncError):
-            extraction.finish()
-        if extraction.hangs:  # inside a collective, and nobody may pair with that
-            ranks.give_up("the extraction hangs in a collective")
-        raise
-    return summed.total
+        total = summed.total
+
+    gather(
+        extractor, sum_up, dtype=dtype, ranks=ranks, timeout_s=timeout_s, recorder=Recorder("base"),
+        failed="the base's digest can't be computed",
+    )  # fmt: skip
+    return total
 
 
 def _of_chunks(config: WeightSyncConfig) -> dict[str, Any]:
