@@ -52,11 +52,11 @@ class Rollout:
 
     def fingerprint(self) -> tuple[str, int | None, str]:
         """Hash of the live bytes, the version they are served as, and the digest that the engine proved."""
-        with self.engine.generation(timeout_s=2.0) as version:
+        with self.engine.generation(timeout_s=20.0) as version:
             live = fingerprint_of(
                 {name: byte_array(t.detach().contiguous()) for name, t in self._model.state_dict().items()}
             )
-        reply = self.engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=2.0)
+        reply = self.engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=20.0)
         return live, None if version is None else version.number, str(reply.model_digest)
 
     def arm(self, fault: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ def test_ranks_of_two_hosts_push_and_a_link_breaks_between_bytes(bench: Callable
     assert [each["type"] for each in said] == ["ok", "ok"], said
     check_serves(1)
 
-    far.limit(15)
+    far.limit(8)
     before = far.traffic()
     tell(2)
     wait_until(lambda: far.traffic().since(before).received_bytes > 2 * MIB, "bytes are on their way")

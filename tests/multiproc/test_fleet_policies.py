@@ -113,9 +113,11 @@ def test_all_commit_or_none_whatever_fails_where(start: Start, tmp_path: Path) -
     for at in STEPS:
         for what in FAULTS:
             version += 1
+            num_decided = len(injected.decided_s)
             injected.victim, injected.armed = three.services[VICTIM], (at, what)
             gates += step(fleet, three.trainers, version)
             assert injected.fired[-1:] == [f"{at} {what}"]
+            decided[version] = injected.decided_s[num_decided]
             found = three.live_digests(what)
             assert found  # where the machine stands still, one that nothing was done to may be out for a moment
             assert found == dict.fromkeys(found, dict.fromkeys(MODELS, digest_at(version))), (at, what)

@@ -118,7 +118,7 @@ def kill_trainers(start: Start, folder: Path, rounds: int) -> None:
         assert service.serving("a") == (f"{run_of(number)}/0", True), phase
         if hook is None:
             receiver = Receiver(start, hook=still.set())
-            receiver.pull(trainer.endpoint, timeout_s=1.0, wait=False)
+            receiver.pull(trainer.endpoint, wait=False)
             still.reached()
             trainer.child.kill()
         else:

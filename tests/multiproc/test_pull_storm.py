@@ -112,7 +112,7 @@ def follower_main(kib: int, conn: Connection) -> None:
                     how = str(error)
                     raise
                 finally:
-                    if (seconds := time.monotonic() - began_s) > PULL_S + GRACE_S:
+                    if (seconds := time.monotonic() - began_s) > PULL_S + GRACE_S + SLACK_S:
                         conn.send(("late", (seconds, how)))
                 with taken as pulled:
                     right = is_right(pulled, kib)

@@ -90,14 +90,14 @@ def _two_at_once(push: Any, version: int) -> dict[str, Any]:
 
     def announced(dtype: str | None) -> Any:
         entered.set()
-        refused.wait(3)  # else it may be over before the second one begins
+        refused.wait(20)  # else it may be over before the second one begins
         yield from extract(dtype)
 
     push._parts.extractor.extract_weights = announced
     results: list[Any] = []
     first = threading.Thread(target=lambda: results.append(push.sync_weights(version)))
     first.start()
-    assert entered.wait(5)
+    assert entered.wait(20)
     try:
         push.sync_weights(version + 1)
         second: dict[str, Any] = {"type": "ok"}
@@ -206,7 +206,7 @@ def test_an_engine_is_killed_at_a_chunk(start: Any) -> None:
 
 def test_a_worker_is_killed_inside_a_collective(start: Any) -> None:
     """One of two workers dies while it receives: its engine refuses to serve, the other one goes on."""
-    one, two, trainer = setup(start)
+    one, two, trainer = setup(start, push=PATIENT)
     one.ask("arm", {"at": "load", "chunk": 1, "do": "stop"})  # holds everybody in the collective
     two.child.conn.send((0, "generate", None))
     assert two.child.recv(5)[0] == "ok"

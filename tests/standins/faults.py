@@ -20,7 +20,7 @@ class FaultyLoader(ModuleWeightLoader):
     Faults, as `arm({"at": point, "chunk": k, "do": what})`. Points: "begin", "load" (of chunk k), "loaded" (after it),
     "commit". What: "raise", "kill" (SIGKILL of this process), "stop" (SIGSTOP of it), "hang" (never returns),
     "corrupt" (one bit of the chunk's first tensor, after it arrived and before it is loaded). "slow" takes `seconds`
-    each time, and stays armed.
+    each time, and stays armed, as any does with `"always": True`.
     """
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
@@ -69,7 +69,8 @@ class FaultyLoader(ModuleWeightLoader):
         if fault["do"] == "slow":
             threading.Event().wait(fault["seconds"])
             return
-        self._fault = {}
+        if not fault.get("always"):
+            self._fault = {}
         match fault["do"]:
             case "raise":
                 raise RuntimeError(f"injected at {point} {self._chunk}")

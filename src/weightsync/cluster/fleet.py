@@ -22,7 +22,7 @@ from weightsync.types import Deadline
 from weightsync.types.control import InstanceStatus
 
 _LOOK_S = 0.1
-_LEAST_S = 1.0  # that a look has, also at the end of the time
+_LEAST_S = 5.0  # that a look has, also at the end of the time
 _AGAIN_S = 0.5
 
 _logger = logging.getLogger(__name__)
@@ -115,10 +115,12 @@ class RayFleet:
         """
         wanted, deadline = service_ids or tuple(self.services), Deadline(timeout_s)
         found: dict[str, InstanceStatus] = {}
+        never = "is not known: the controller did not answer"
         while True:
             try:
                 status = self.controller.status(timeout_s=max(_LEAST_S, min(10.0, deadline.remaining_s)))
                 found = {each.instance_id: each for each in status.instances}
+                never = "was never heard"
             except DeadlineExceededError:
                 if not deadline.expired:
                     raise
@@ -131,8 +133,7 @@ class RayFleet:
                 return
             if deadline.expired:
                 states = "; ".join(
-                    f"{who} is {each.state}: {each.why}" if each else f"{who} was never heard"
-                    for who, each in missing.items()
+                    f"{who} is {each.state}: {each.why}" if each else f"{who} {never}" for who, each in missing.items()
                 )
                 raise DeadlineExceededError(f"not all services take part within {timeout_s:g} s: {states}")
             time.sleep(_LOOK_S)

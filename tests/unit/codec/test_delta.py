@@ -262,7 +262,7 @@ def test_go_on_ends_it_and_nobody_reads_any_more() -> None:
             if len(calls) == 5:
                 raise StoppedError
         if len(calls) > 5:
-            time.sleep(0.05)  # the other threads hear of it first
+            time.sleep(0.2)  # the other threads hear of it first
 
     with pytest.raises(StoppedError):
         encode_delta(old, new, units, costs=slow_link(), base=BASE, check_cancelled=check_cancelled)

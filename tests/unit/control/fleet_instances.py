@@ -29,7 +29,7 @@ from weightsync.types.fleet import (
 from weightsync.types.service import ModelStatus, ServiceStatus
 
 LONG_S = 15.0
-LEASE_S = 3.0
+LEASE_S = 6.0
 PAIR = ("actor", "critic")
 SENDER = "http://agent"
 Does = Callable[[Any], Awaitable[Any] | Any]

@@ -230,8 +230,9 @@ def test_validation_is_started_and_ended(made: Make) -> None:
     assert loader.calls == ["lock", "unlock"]
 
 
-def test_one_object_may_be_both_dataloader_and_pool(made: Make) -> None:
+def test_one_object_may_be_both_dataloader_and_pool(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is locked as long as either is. Red where each of the two is locked and unlocked for itself."""
+    monkeypatch.setattr("weightsync.control.locks._MOMENT_S", LONG_S)
     both = Module()
     controller, _ = made({"validate_freq": 1}, on_validate=lambda *_: None)
     controller.set_module_references(both, both)
@@ -250,8 +251,9 @@ class Batches(list[str], Module):  # type: ignore[misc]
         Module.__init__(self)
 
 
-def test_a_pool_may_be_a_list(made: Make) -> None:
+def test_a_pool_may_be_a_list(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: the first batch ended in a TypeError; so did the version, and its sync was not begun, nor ended."""
+    monkeypatch.setattr("weightsync.control.locks._MOMENT_S", LONG_S)
     controller, method = made({"validate_freq": 1}, on_validate=lambda *_: None)
     loader, pool = Batches(), Batches()
     controller.set_module_references(loader, pool)  # type: ignore[arg-type]
@@ -404,7 +406,9 @@ def test_the_service_fields_are_those_of_the_configuration(made: Make) -> None:
     assert [getattr(bare.rollout_service_state("default"), name) for name in fields] == ["", "full", "", "", ""]
 
 
-def test_a_module_or_a_callback_that_raises_locks_nobody_for_ever(made: Make) -> None:
+def test_a_module_or_a_callback_that_raises_locks_nobody_for_ever(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.control.locks._MOMENT_S", LONG_S)
+
     def raises(*_: Any) -> None:
         raise RuntimeError("as told")
 

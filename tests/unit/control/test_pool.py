@@ -290,6 +290,10 @@ def test_who_is_waited_for_until_it_was_heard() -> None:
     assert not pool.takes_part(other)
     pool.wait_heard([other])
     waits = in_thread(lambda: pool.wait_heard([member, other]), name="waits")
+    end_s = time.monotonic() + 10
+    while not pool._changed._waiters:  # type: ignore[attr-defined]
+        assert time.monotonic() < end_s, "it waits"
+        time.sleep(0.001)
     with pytest.raises(TimeoutError):
         waits.result(0.3)
     clock.now += 1.0

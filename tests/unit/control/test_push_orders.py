@@ -422,7 +422,7 @@ def test_no_order_is_made_twice_where_its_report_is_refused(monkeypatch: pytest.
         raise EngineError("413: too large")
 
     monkeypatch.setattr(ControllerClient, "push_done", refuses)
-    monkeypatch.setattr(order_taker, "_ORDER_S", 0.1)
+    monkeypatch.setattr(order_taker, "_ORDER_S", 2.0)
     config = {"sync_method": "push", "sync_mode": "fully-async", "fleet": {"port": 0, "models": ["actor"]}}
     engines = Engines("well")
     with build_controller(config) as built, pusher_of(built.url, engines) as push:
@@ -446,7 +446,7 @@ def test_the_last_version_is_pushed_behind_a_validation_that_ends_in_time(
             built.controller.end_validate("actor")
 
     monkeypatch.setattr(order_taker, "time", SimpleNamespace(sleep=look))
-    monkeypatch.setattr(order_taker, "_ORDER_S", 10.0 if ends else 0.3)
+    monkeypatch.setattr(order_taker, "_ORDER_S", 10.0 if ends else 3.0)
     fleet = {"port": 0, "models": ["actor"]}
     config = {"sync_method": "push", "sync_mode": "batch-async", "staleness_threshold": 2, "validate_freq": 2}
     with build_controller({**config, "fleet": fleet}) as built:

@@ -61,7 +61,7 @@ class Served:
 
     def __init__(self) -> None:
         self.method = Held()
-        self.pool = RolloutPool(lease_s=3.0)
+        self.pool = RolloutPool(lease_s=6.0)
         config = {"sync_mode": "fully-async"}
         self.controller = WeightSyncController(config, self.method, model_tags=("actor", "critic"))
         self.server = ControllerServer(self.controller, self.pool, token=TOKEN)
@@ -345,7 +345,7 @@ def test_heartbeats_over_http(served: Served) -> None:
 
 def test_a_version_that_came_before_any_service_is_served_when_one_is_there() -> None:
     """Seen to fail: its sync was given up, and its gate stayed shut until the next version."""
-    pool = RolloutPool(lease_s=3.0)
+    pool = RolloutPool(lease_s=6.0)
     controller = WeightSyncController(
         {"sync_mode": "fully-async"}, FleetMethod(pool), model_tags=["actor"], retries_s=()
     )

@@ -303,12 +303,12 @@ def test_in_place_an_abort_before_the_first_byte_serves_on() -> None:
 
 def test_in_place_no_abort_opens_an_engine_that_a_late_commit_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: the next session's abort did, and the new weights were answered with under the old version."""
-    for patience in ("_ABORT_TIMEOUT_S", "_DESCRIBE_TIMEOUT_S"):
-        monkeypatch.setattr(f"weightsync.engine.embedded.{patience}", 0.1)
     engine, go = Engine(in_place=True), threading.Event()
     engine.sync(1, seed=2)
     engine.load(2, seed=3, session="late")
     engine.stage(2, seed=3, session="late")
+    for patience in ("_ABORT_TIMEOUT_S", "_DESCRIBE_TIMEOUT_S"):
+        monkeypatch.setattr(f"weightsync.engine.embedded.{patience}", 0.1)
     engine.loaders[0].at_commit = lambda: go.wait(LONG_S)
     with pytest.raises(WeightSyncError):
         engine.engine.call(EngineOp.COMMIT, CommitRequest(session="late"), timeout_s=0.1)
@@ -519,12 +519,12 @@ def test_workers_on_different_versions_are_one_engine_that_refuses() -> None:
 
 def test_a_worker_that_stays_behind_is_waited_for_before_a_commit_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other worker has failed already; whether this one committed decides what may be served."""
-    for patience in ("_ABORT_TIMEOUT_S", "_DESCRIBE_TIMEOUT_S"):
-        monkeypatch.setattr(f"weightsync.engine.embedded.{patience}", 0.1)
     engine = Engine(2)
     engine.load()
     engine.stage()
     engine.pause()
+    for patience in ("_ABORT_TIMEOUT_S", "_DESCRIBE_TIMEOUT_S"):
+        monkeypatch.setattr(f"weightsync.engine.embedded.{patience}", 0.1)
     go, entered = threading.Event(), threading.Event()
 
     def hold() -> None:

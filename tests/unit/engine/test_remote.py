@@ -394,9 +394,9 @@ def test_a_second_client_takes_over_and_the_first_is_told_so(remote: Remote) -> 
 def test_a_bracket_that_nobody_ends_is_ended_there(remote: Remote) -> None:
     silent = remote.connect()
     remote.sync(1, client=silent)  # a group takes its time
-    silent._timeout_s = 2.0
+    silent._timeout_s = 5.0
     silent.begin(manifest_of(weights(2), 2))
-    for _ in range(200):
+    for _ in range(400):
         if next(iter(remote.engine._workers)).session is None:  # type: ignore[attr-defined]
             break
         threading.Event().wait(0.05)

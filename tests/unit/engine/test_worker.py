@@ -192,7 +192,7 @@ def test_a_session_of_another_model_is_refused() -> None:
 
 def test_a_trainer_that_falls_silent_is_aborted_at_the_deadline() -> None:
     bench = Bench()
-    bench.worker.begin(begin(deadline_s=2.0))
+    bench.worker.begin(begin(deadline_s=4.0))
     bench.worker.update(chunk(0))
     assert bench.receiver.closed.wait(20), "the group is dropped, so that others notice"
     end = time.monotonic() + 5
@@ -241,7 +241,7 @@ def test_an_abort_while_bytes_are_awaited_ends_that_wait() -> None:
         error = call.exception(5)
         assert isinstance(error, TransferAbortedError), "the reason, not the broken connection that followed"
         assert "as told" in str(error)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < LONG_S
     assert len(bench.loader.aborts) == 1
     works_again(bench)
 

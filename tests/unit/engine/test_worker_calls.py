@@ -32,6 +32,7 @@ def test_one_that_stands_still_is_asked_once() -> None:
     for _ in range(5):
         with pytest.raises(DeadlineExceededError):
             calls.ask(lambda worker: worker.describe(), 0.02)
+    assert still.begun.wait(60.0)
     assert sum(thread.name.startswith("still-engine") for thread in threading.enumerate()) == 1
     assert still.asked == 1
     still.go.set()

@@ -140,7 +140,7 @@ def test_whoever_joins_learns_in_time_that_an_engine_is_silent() -> None:
     engines = [ScriptedEngine("answers"), ScriptedEngine("silent", waits={EngineOp.INIT: never})]
     info = EmptyWeightSyncInitInfo(strategy="cuda_ipc", group_name="g")
     requests = init_requests(info, {"answers": 1, "silent": 1}, run_id="r", model_id="m")
-    error = EngineFanout(engines).init(requests, timeout_s=3.0).exception(30)
+    error = EngineFanout(engines).init(requests, timeout_s=6.0).exception(30)
     assert isinstance(error, SyncFailedError)
     assert {who: type(cause) for who, cause in error.causes.items()} == {"silent": DeadlineExceededError}
     never.set()

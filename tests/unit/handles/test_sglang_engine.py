@@ -396,7 +396,7 @@ def test_a_server_that_does_not_join_is_named(server: SGLangServer, how: Failure
     server.fail("/init_weights_update_group", how)
     tensors = {name: torch.empty(SHAPE, dtype=torch.bfloat16) for name in NAMES}
     with contextlib.closing(SGLangApi(server.url)) as api:
-        strategy = SGLangTransferStrategy(join_timeout_s=2.0)
+        strategy = SGLangTransferStrategy(join_timeout_s=2.0 if how == "hang" else 20.0)
         push = push_of(tensors, SGLangEngine(api), strategy=strategy)
         with contextlib.closing(push), pytest.raises(WeightSyncError, match=why):
             push.initialize()

@@ -68,7 +68,7 @@ def test_a_load_that_was_given_up_notes_nothing_when_it_ends(monkeypatch: pytest
     slow = Engine("slow")
     slow.holds[EngineOp.RESUME] = threading.Event()
     group = group_of(slow)
-    report = group.load(staged(), Deadline(4.0))
+    report = group.load(staged(), Deadline(6.0))
     assert "has not let go" in report.errors["slow"]
     assert group.served() == {"slow": None}
     (holder,) = group.holders()

@@ -279,8 +279,15 @@ def test_an_answer_from_before_a_commit_says_nothing_of_it(made: Member) -> None
     assert made.answers
 
 
-def test_one_that_ends_says_so_when_it_answers_no_more(made: Member) -> None:
+def patiently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last word is said once: a machine that stands still for a second loses none."""
+    monkeypatch.setattr(member_module, "_LEAVE_S", LONG_S)
+    monkeypatch.setattr(member_module, "_STOP_S", LONG_S)
+
+
+def test_one_that_ends_says_so_when_it_answers_no_more(made: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen to fail: it stood there as evicted; and said so while it still had its lease."""
+    patiently(monkeypatch)
     made.live()
     heard: list[bool] = []
     real = made.pool.heartbeat
@@ -298,8 +305,9 @@ def test_one_that_ends_says_so_when_it_answers_no_more(made: Member) -> None:
     assert len(heard) == 1
 
 
-def test_its_heartbeats_are_numbered(made: Member) -> None:
+def test_its_heartbeats_are_numbered(made: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last word has the highest number."""
+    patiently(monkeypatch)
     beats: list[tuple[int, bool]] = []
     real = made.pool.heartbeat
 
@@ -330,9 +338,8 @@ def test_one_that_ends_waits_for_no_controller(made: Member) -> None:
 def test_without_a_controller_it_answers_until_its_lease_is_over(made: Member) -> None:
     made.live()
     made.server.close()
-    began_s = time.monotonic()
+    assert until_s(made) - boot_s() <= SHORT_LEASE_S
     until(lambda: not made.answers, "its lease is over")
-    assert time.monotonic() - began_s < SHORT_LEASE_S + 3.0
 
 
 def test_a_lease_file_that_was_cut_off_is_told_to_the_fleet(made: Member) -> None:
@@ -347,8 +354,7 @@ def test_an_engine_that_is_gone_is_said_once(made: Member, monkeypatch: pytest.M
     made.live()
     monkeypatch.setattr(made.models["a"], "gone", lambda: {"e": "silent"})
     made.models["a"].errors = {"e": "silent", "f": "bad"}
-    until(lambda: "bad" in (made.pool.status({})[0].why or ""), "its status says so")
-    assert made.pool.status({})[0].why == "engine e is gone: silent; a: f: bad"
+    until(lambda: made.pool.status({})[0].why == "engine e is gone: silent; a: f: bad", "its status says so")
 
 
 def test_a_version_that_gave_way_to_a_newer_one_is_no_failure(made: Member) -> None:
@@ -591,7 +597,7 @@ def test_each_kind_of_reason_why_it_has_no_lease_is_logged_once(
 
     monkeypatch.setattr(made.member._client, "heartbeat", fails)
     monkeypatch.setattr(member_module, "_FIRST_EVERY_S", 0.01)
-    made.lease.renew(boot_s() + 2.0)
+    made.lease.renew(boot_s() + 4.0)
     made.member.start("http://127.0.0.1:9")
     assert enough.wait(LONG_S)
     made.member.close()
@@ -599,4 +605,4 @@ def test_each_kind_of_reason_why_it_has_no_lease_is_logged_once(
     assert [text.partition("lends no lease: ")[2] for text in said if "lends no" in text] == [
         "nobody there", "another process has its name",
     ]  # fmt: skip
-    assert asked[0] <= 2.0, "an answer that comes when its lease is over is none"
+    assert asked[0] <= 4.0, "an answer that comes when its lease is over is none"

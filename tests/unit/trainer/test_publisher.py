@@ -127,11 +127,11 @@ def _slow_agent(rank: int, world_size: int) -> str:
     ready = AgentRun.ready
 
     def slow(run: AgentRun, timeout_s: float) -> Any:
-        run._closed.wait(8.0)
+        run._closed.wait(12.0)
         return ready(run, timeout_s)
 
     AgentRun.ready = slow  # type: ignore[method-assign]
-    return outcome(WeightManager("m", timeout_s=4.0))
+    return outcome(WeightManager("m", timeout_s=9.0))
 
 
 def test_an_agent_may_take_longer_to_start_than_ranks_wait_for_each_other() -> None:

@@ -31,7 +31,7 @@ from weightsync.types import (
     Version,
 )
 
-_ANSWERED_S = 3.0
+_ANSWERED_S = 5.0
 """Who answers has answered by then, beside whom never does: on a busy machine, too."""
 
 

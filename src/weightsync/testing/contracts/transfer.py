@@ -322,7 +322,7 @@ class WeightTransferContract(abc.ABC):
             for _ in range(2):
                 sender.close()
                 engines[0].close()
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < LONG_S
             assert not sender.usable
 
     def test_a_member_that_stays_away_costs_the_join_timeout_and_no_more(self) -> None:
