@@ -125,7 +125,8 @@ class RelayBoard:
             if content_id not in held and content_id != report.content:
                 if (host := content.hosts.get(report.receiver_id)) is not None:
                     self._give_up(content, report.receiver_id)
-                    host.have, host.fetches = 0, False
+                    host.have = host.fetched = host.told = 0  # of large models and many hosts these are gigabytes
+                    host.fetches = False
                 continue
             host = self._host(content, report.receiver_id)
             host.seen_s, host.face = now_s, report.face

@@ -135,6 +135,16 @@ def test_what_is_withdrawn_is_not_named() -> None:
     assert talk.say("bb").peers == ()
 
 
+def test_of_who_has_a_content_no_more_no_blocks_are_kept() -> None:
+    """Seen red: two sets of blocks of each host for each of the last 80 contents; gigabytes, of a large model."""
+    talk = Talk()
+    talk.say("a", range(NUM))
+    talk.say("bb", range(4))
+    talk.say("a", fetches=False, serves=False)
+    host = talk.board._contents[CONTENT].hosts["a"]
+    assert (host.have, host.fetched, host.told, host.fetches) == (0, 0, 0, False)
+
+
 def test_the_own_zone_comes_first_and_others_are_bounded() -> None:
     talk = Talk()
     for number in range(MAX_PEERS + 8):
