@@ -494,6 +494,20 @@ def test_who_could_not_be_waited_for_is_looked_at_again(monkeypatch: pytest.Monk
         wait_until(lambda: publisher.not_serving == {}, "it was looked at again", _LONG_S)
 
 
+def test_a_host_that_is_started_again_between_two_steps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it knew of no version until the next step, and behind the last one never."""
+    monkeypatch.setattr(told, "_STILL_S", 0.2)
+    monkeypatch.setattr(told, "_LOOK_S", 0.2)
+    port = free_port()
+    host = weightsync.serve({"actor": build(99, dtype=torch.bfloat16)}, token=TOKEN, port=port)
+    with weightsync.publish(build(5), "actor", to=host.url, token=TOKEN, port=0, last_wait_s=0) as publisher:
+        publisher.step()
+        assert publisher.wait_served(_LONG_S) == {}
+        host.close()
+        with weightsync.serve({"actor": build(98, dtype=torch.bfloat16)}, token=TOKEN, port=port) as again:
+            wait_until(lambda: again.model_status("actor").version is not None, "it is told without a step", _LONG_S)
+
+
 def test_a_wait_that_can_not_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: RuntimeError on rank 0, and the others waited for it."""
     with weightsync.publish(build(5), "actor", to="http://127.0.0.1:9", token=TOKEN, port=0) as publisher:

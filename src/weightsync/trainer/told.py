@@ -34,6 +34,7 @@ _JOIN_S = 2.0
 _MAX_FAILURES = 100  # different ones that are logged before something is served
 _MAX_TOLD = 3  # instances of which an error says why they do not serve
 _LOOK_S = 5.0  # one that does not serve yet what it was told of is asked so often why
+_STILL_S = 15.0  # and one that served it, whether it still does
 
 _logger = logging.getLogger(__name__)
 
@@ -131,9 +132,10 @@ class Told:
     def _run(self) -> None:
         failed: Version | None = None
         while True:
-            wait_s = _RETRY_S if failed is not None else _LOOK_S if self._behind else None
+            behind = self._behind
+            wait_s = _RETRY_S if failed is not None else _LOOK_S if behind else _STILL_S
             with self._changed:
-                self._changed.wait_for(functools.partial(self._has_work, failed, wait_s), wait_s)
+                self._changed.wait_for(functools.partial(self._has_work, failed, behind), wait_s)
                 newest = self._newest
                 if self._closed:
                     return
@@ -157,8 +159,8 @@ class Told:
                 _logger.info("%s can be told of new versions again: it was told of %s", self.url, newest)
             self._behind = True
 
-    def _has_work(self, failed: Version | None, wait_s: float | None) -> bool:
-        return self._closed or self._newest not in (self._done, failed) or (wait_s is None and self._behind)
+    def _has_work(self, failed: Version | None, behind: bool) -> bool:
+        return self._closed or self._newest not in (self._done, failed) or (self._behind and not behind)
 
     def _trouble(self, error: WeightSyncError) -> None:
         """Logged once, until it can be told again."""
@@ -181,11 +183,13 @@ class Told:
         except WeightSyncError as error:  # whoever can't be asked can't be told either, which is logged
             _logger.debug("%s does not say what is served there: %s", self.url, error)
             return
-        served = includes(self.served, self._done) or self._done == self._waited_for
+        served = includes(self.served, self._done)
         with self._changed:
-            self._behind = not served
             if not served and self._address.who().has_forgotten(self._done):
-                self._done = None  # it is told at once
+                self._done = self._waited_for = None  # it is told at once
+            else:
+                served = served or self._done == self._waited_for
+            self._behind = not served
         reasons = "; ".join(_of(who, why) for who, why in failures.items())
         self.why_not = None if served or not reasons else reasons
         self._log_failures({} if served else failures)

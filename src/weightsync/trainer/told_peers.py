@@ -32,6 +32,8 @@ class HostPeer:
     def __init__(self, client: RolloutClient, model_id: str, *, failed: Callable[[Failures], None]) -> None:
         self._client, self._model_id, self._failed = client, model_id, failed
         self._introduced = False
+        self._follows: str | None = None  # a run, when it was `seen` last
+        self._followed: str | None = None  # the last run that it is known to have followed
 
     def tell(self, version: Version, endpoints: Sequence[str]) -> None:
         """There is that version, at these agents."""
@@ -47,11 +49,17 @@ class HostPeer:
         model = self._client.call("GET", "/status", ServiceStatus, timeout_s=CALL_S).models.get(self._model_id)
         if model is None:  # it was started anew with other models, which the next notification says
             return None, {}
+        self._follows = model.wanted_run_id
+        self._followed = self._follows or self._followed
         return version_of(model.run_id, model.version), {**model.sender_errors, **model.errors}
 
     def has_forgotten(self, told: Version | None) -> bool:
-        """It asks its agents itself."""
-        return False
+        """Whether it was started again: it follows nobody, and followed this run. One that knows its agents by its own
+        configuration asks them itself, and loses nothing by being told."""
+        if told is None or self._follows is not None or self._followed != told.run_id:
+            return False
+        self._introduced = False
+        return True
 
     def troubled(self) -> None:
         """It could not be told: it may have been started again."""
@@ -68,6 +76,7 @@ class HostPeer:
         except NotRegisteredError:  # it was started again, or knows these agents by another name
             self._introduced = False
             raise
+        self._followed = version.run_id
         self._failed(status.errors)
 
     def _introduce(self, endpoints: Sequence[str]) -> None:
