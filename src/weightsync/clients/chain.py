@@ -51,7 +51,8 @@ _BEAT_S = 20.0
 _BAD_S = 60.0
 _NUM_BACK = 64
 """So many manifests are looked at for a good version: one or two of each chain."""
-_NUM_KEPT = 300
+_NUM_KEPT, _KEPT_BYTES = 300, 64 << 20
+"""So many manifests are kept, and so many bytes of them, as they are stored: of large models each has megabytes."""
 _MAX_RECOVER = 16
 _MUTE_S = 300.0
 """So long no note is tried after a refusal: a credential may have expired, and come anew."""
@@ -81,7 +82,7 @@ class Chain:
         self._pointer: Pointer | None = None
         self._etag: str | None = None
         self._seen = seen
-        self._manifests: dict[str, StoredVersion] = {}
+        self._manifests: dict[str, tuple[StoredVersion, int]] = {}
         self._layouts: dict[str, PublicationLayout] = {}
         self._bad: dict[str, float] = {}
         self._changed_s = time.monotonic()
@@ -154,14 +155,15 @@ class Chain:
         """
         with self._lock:
             if ref.sha256 in self._manifests:
-                return self._manifests[ref.sha256]
+                return self._manifests[ref.sha256][0]
         with self._noting(ref.key):
             raw = self._small(ref, deadline)
             version = self._read("version", raw, StoredVersion, what=f"{self.store.url}/{ref.key}")
         with self._lock:
-            self._manifests[ref.sha256] = version
-            while len(self._manifests) > _NUM_KEPT:
-                del self._manifests[next(iter(self._manifests))]
+            self._manifests[ref.sha256] = version, len(raw)
+            kept_bytes = sum(size for _, size in self._manifests.values())
+            while len(self._manifests) > _NUM_KEPT or (kept_bytes > _KEPT_BYTES and len(self._manifests) > 1):
+                kept_bytes -= self._manifests.pop(next(iter(self._manifests)))[1]
         return version
 
     def layout(self, version: StoredVersion, *, deadline: Deadline) -> PublicationLayout:

@@ -13,6 +13,7 @@ import pytest
 from tests.multiproc.pull_kit import MODEL
 from tests.standins.stored import SEED, Writing, chain_of, pulled, puller_of, taken_over
 from tests.standins.stores import FaultyStore, flipped
+from weightsync.clients import chain as chain_module
 from weightsync.clients.chain import Chain
 from weightsync.clients.store import StoreClient
 from weightsync.errors import (
@@ -188,6 +189,16 @@ def test_an_older_manifest_under_a_newer_number_is_refused(place, keys, caplog) 
     found = Chain(store_at(place), trust=keys[1]).newest(deadline=Deadline(5))
     assert found.version.number == 5  # the pointer's previous
     assert "versions/6.json" in caplog.text
+
+
+def test_manifests_are_kept_by_their_bytes(place, monkeypatch) -> None:
+    """Seen red: 300 of them, each with megabytes for a large model."""
+    chain = Chain(store_at(place), trust=None)
+    newest = chain.newest(deadline=Deadline(5))
+    monkeypatch.setattr(chain_module, "_KEPT_BYTES", 1)
+    for back in range(2):
+        chain.version(newest.version.number - back, deadline=Deadline(5))
+        assert len(chain._manifests) == 1
 
 
 def test_a_pointer_to_a_version_of_a_later_writer_is_none(place, keys) -> None:
