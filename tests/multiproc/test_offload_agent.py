@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -271,6 +272,30 @@ def test_an_agent_that_gets_no_cpu_is_left_alone() -> None:
 
 
 # --- an agent that dies of what it is told ---
+
+
+def test_an_agent_that_can_not_be_started_costs_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: after four starts without a process to be had the version was given up, of which no agent had died."""
+    fails = iter([True] * 6)
+    start = agent_process.AgentRun
+
+    def scarce(*args: Any, **options: Any) -> Any:
+        if next(fails, False):
+            raise BlockingIOError("no process is to be had")
+        return start(*args, **options)
+
+    for pause in ("_RESTART_S", "_LONGEST_RESTART_S"):
+        monkeypatch.setattr(agent_process, pause, 0.01)
+    with WeightManager("m", token=TOKEN) as manager:
+        published(manager, 1)
+        pid = manager.agent_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        assert manager.offload(weights(2).items(), 2).published
+        monkeypatch.setattr(agent_process, "AgentRun", scarce)
+        os.kill(pid, signal.SIGKILL)
+        manager.wait_published(2, timeout_s=60)
+        assert next(fails, None) is None, "they failed"
 
 
 def test_a_version_that_agents_die_of_is_given_up(tmp_path: Path) -> None:

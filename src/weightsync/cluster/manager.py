@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from weightsync.cluster.engine_actor import RayEngine
 from weightsync.cluster.ranks import RayRank, ask_all, settle_owed
+from weightsync.cluster.ray_calls import kill
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import InvalidRequestError, SyncInProgressError, TrainerRankError, WeightSyncError
 from weightsync.handles.fanout import EngineFanout
@@ -123,8 +124,12 @@ class RayWeightSync:
         if engine_id not in self.engines:
             raise InvalidRequestError(f"there is no engine {engine_id!r}; there are {', '.join(self.engines)}")
         fresh = RayEngine(self._start_engine(engine_id), engine_id=engine_id)
-        fresh.ready(timeout_s=timeout_s)
-        self.replace_engine(engine_id, fresh.actor)
+        try:
+            fresh.ready(timeout_s=timeout_s)
+            self.replace_engine(engine_id, fresh.actor)
+        except BaseException:  # nobody would end it, and the next try has its place
+            kill(fresh.actor)
+            raise
 
     def is_idle(self) -> bool:
         """Whether all ranks are there and none is in a call; waits a moment for answers to one that has raised."""

@@ -145,7 +145,8 @@ def reserved(bundles: Sequence[Mapping[str, float]], *, spread: Spread, timeout_
             )
         yield group
     finally:
-        ray.util.remove_placement_group(group)
+        with contextlib.suppress(Exception):  # Ray is gone, and with it what was reserved; its own words are no reason
+            ray.util.remove_placement_group(group)
 
 
 def _resources(cpus: float, gpus: float) -> dict[str, float]:

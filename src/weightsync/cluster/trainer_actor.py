@@ -50,7 +50,8 @@ class RankContext:
         """The rank's `PushSync`, as the config says; `options` are further arguments of it.
 
         Raises:
-            ConfigError: a controller orders this job's pushes.
+            ConfigError: a controller orders this job's pushes; or a time-out is among `options`: the driver waits by
+                `config.transfer`, too, and would take a slower push for a broken job.
         """
         if self.config.push.controller is not None:
             raise ConfigError(
@@ -58,8 +59,12 @@ class RankContext:
                 "weights, context.engines, config=context.config, token=context.token), in their own step"
             )
         from weightsync.handles.fanout import EngineFanout
-        from weightsync.trainer.push import PushSync
+        from weightsync.trainer.push import TIME_OUTS, PushSync
 
+        if own := [name for name in TIME_OUTS if name in options]:
+            raise ConfigError(
+                f"{', '.join(own)}: the driver waits by it, too; set it in `transfer` of launch's config="
+            )
         client = EngineFanout(self.engines) if self.rank == 0 else None
         return PushSync.from_config(self.config, extractor, client, **options)
 

@@ -72,7 +72,8 @@ class EngineFanout:
 
     def only(self, engine_ids: Sequence[str]) -> EngineFanout:
         """The same engines, less those not named."""
-        return EngineFanout([engine for engine_id, engine in self._engines.items() if engine_id in set(engine_ids)])
+        named = set(engine_ids)
+        return EngineFanout([engine for engine_id, engine in self._engines.items() if engine_id in named])
 
     def describe(self, *, timeout_s: float) -> tuple[Mapping[str, EngineReply], Mapping[str, WeightSyncError]]:
         """Asks every engine what it is; see the protocol."""

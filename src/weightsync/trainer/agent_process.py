@@ -82,6 +82,7 @@ class AgentProcess:
         self._on_event = on_event
         self._lock = threading.Lock()
         self._publication: _Told | None = None
+        self._given: _Told | None = None  # what the agent that runs was told of last
         self._last: deque[_Told] = deque(maxlen=_NUM_LAST)
         self._good: _Told | None = None  # the last one that was proved
         self._done: _Told | None = None  # the last one that was proved, or refused
@@ -181,7 +182,7 @@ class AgentProcess:
 
     def _supervise(self) -> None:
         while not self._closed.is_set():
-            begun_s = time.monotonic()
+            begun_s, self._given = time.monotonic(), None
             try:
                 with AgentRun(self._config, wake_fd=self._wake_fd, closed=self._closed) as run:
                     self._begin(run)
@@ -224,6 +225,7 @@ class AgentProcess:
         while not self._closed.is_set():
             has_ended = run.has_ended  # looked at first: what it has said before is heard below
             given, is_left = self._give_orders(run, given)
+            self._given = given
             before_s = time.monotonic()
             run.wait(max(0.0, look_s - passed_s), to_send=is_left)
             passed_s += time.monotonic() - before_s
@@ -291,10 +293,10 @@ class AgentProcess:
         return True
 
     def _died(self) -> None:
-        """Counts deaths with one version that is not done with; the next agents are spared it."""
+        """Counts deaths with one version that it was told of and is not done with; the next agents are spared it."""
         with self._lock:
             given = self._publication
-            if given is None or given is self._done:
+            if given is None or given is self._done or given is not self._given:
                 return
             self._num_deaths += 1
             if self._num_deaths < _MAX_DEATHS:

@@ -221,7 +221,11 @@ class WeightManager(Closing):
         except Exception as caught:
             error = error or as_weightsync_error(caught, StateError, "this rank can't publish")
         replies = ranks.settle(
-            error, host=host, run_id=self._given_run_id, model_id=self.model_id, incarnation=uuid.uuid4().hex
+            error,
+            host=host,
+            run_id=None if error else self._given_run_id,  # what was refused may be nothing that can be sent
+            model_id=None if error else self.model_id,
+            incarnation=uuid.uuid4().hex,
         )
         if len({what["model_id"] for what in replies}) > 1:
             raise ConfigError("training ranks made managers of different models: call them in one order")

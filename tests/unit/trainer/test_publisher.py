@@ -8,6 +8,7 @@ import math
 import re
 import signal
 import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,16 @@ def test_what_one_rank_finds_before_the_first_agreement_is_told_to_all(what: str
     """Seen red: that rank raised, once untyped, and the others waited for it, and then said that it was gone."""
     for said in run_ranks(_one_can_not, 2, what):
         assert re.match(why, said)
+
+
+def _no_text(rank: int, world_size: int) -> str:
+    return outcome(WeightManager("m", run_id=uuid.UUID(int=7), timeout_s=20.0))  # type: ignore[arg-type]
+
+
+def test_a_run_id_that_is_no_text_is_refused_on_every_rank() -> None:
+    """Seen red: TypeError, from `json`."""
+    for said in run_ranks(_no_text, 2):
+        assert said.startswith("ConfigError: "), said
 
 
 def _slow_agent(rank: int, world_size: int) -> str:
