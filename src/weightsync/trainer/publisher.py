@@ -220,13 +220,8 @@ class WeightManager(Closing):
             host = self._host_group or host_nonce()
         except Exception as caught:
             error = error or as_weightsync_error(caught, StateError, "this rank can't publish")
-        replies = ranks.settle(
-            error,
-            host=host,
-            run_id=None if error else self._given_run_id,  # what was refused may be nothing that can be sent
-            model_id=None if error else self.model_id,
-            incarnation=uuid.uuid4().hex,
-        )
+        names = {} if error else {"run_id": self._given_run_id, "model_id": self.model_id}  # refused ones can't be sent
+        replies = ranks.settle(error, host=host, incarnation=uuid.uuid4().hex, **names)
         if len({what["model_id"] for what in replies}) > 1:
             raise ConfigError("training ranks made managers of different models: call them in one order")
         self.run_id = replies[0]["run_id"] or f"run-{uuid.uuid4().hex[:12]}" if ranks.rank == 0 else ""
