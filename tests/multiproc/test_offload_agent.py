@@ -69,6 +69,36 @@ def test_an_agent_logs_what_its_trainer_would(capfd: pytest.CaptureFixture[str],
     assert (" INFO: " in capfd.readouterr().err) == (level == logging.INFO)
 
 
+def test_who_takes_several_deltas_has_fetched_one_version() -> None:
+    """Seen red: each counted as a version, and a slower receiver as one that does not keep up: nobody waited for it."""
+
+    def publish(version: int) -> None:
+        model = torch.zeros(300, 1000)
+        model[:version] = 1.0
+        assert manager.offload({"w": model}.items(), version).published
+        manager.wait_published(version, timeout_s=60)
+
+    with WeightManager("m", token=TOKEN) as manager, contextlib.ExitStack() as opened:
+        manager.start(deltas=True)
+        quick, slow = (
+            opened.enter_context(
+                contextlib.closing(
+                    Puller(manager.endpoint, "m", receiver_id=name, token=TOKEN, transport=Transport.TCP, mode="delta")
+                )
+            )
+            for name in ("quick", "slow")
+        )
+        publish(1)
+        for puller in (quick, slow):
+            with puller.pull(deadline=Deadline(20)):
+                pass
+        publish(2)
+        publish(3)
+        with quick.pull(deadline=Deadline(20)) as got:
+            assert (got.version.number, got.num_deltas) == (3, 2)
+        wait_until(lambda: manager.receivers_behind(3) == ("slow",), "the slower one is waited for")
+
+
 # --- an agent that stands still ---
 
 

@@ -395,7 +395,7 @@ class TransferAgent:
             raise StateError("nothing is published yet: ask again")
         return current
 
-    def _ended(self, transport: Transport, transfer: Transfer, ok: bool) -> None:
+    def _ended(self, transport: Transport, is_last: bool, transfer: Transfer, ok: bool) -> None:
         self._metrics.transfer(transport, "ok" if ok else "failed")
         self._receivers.ended(transport, transfer, ok=ok)
         size_bytes = transfer.source.data_end - transfer.source.data_start
@@ -416,7 +416,8 @@ class TransferAgent:
                 )
             )
         self._waiting.changed()
-        self._tell(TransferDone(version=transfer.version, receiver=who, ok=ok, phases=self.recorder.drain()))
+        if is_last:  # a receiver that takes several deltas has fetched one version
+            self._tell(TransferDone(version=transfer.version, receiver=who, ok=ok, phases=self.recorder.drain()))
 
 
 def _model_digest(publication: Publication, proof: SourceProof) -> str | None:

@@ -30,7 +30,8 @@ class Grants:
         nonce: of this host's shared memory.
         segments: names of the segments that were published lately.
         begun: told of each transfer that begins.
-        ended: told of each that ends, and whether its receiver has everything.
+        ended: told of each that ends, whether it is the last of what was granted together, and whether its receiver
+            has everything.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Grants:
         deltas: Deltas,
         segments: Collection[str],
         begun: Callable[[Transport], None],
-        ended: Callable[[Transport, Transfer, bool], None],
+        ended: Callable[[Transport, bool, Transfer, bool], None],
     ) -> None:
         self._config = config
         self._nonce = nonce
@@ -83,7 +84,7 @@ class Grants:
             served.where,
             receiver_id=asked.receiver_id,
             take_up_s=take_up_s,
-            on_end=functools.partial(self._ended, transport),
+            on_end=functools.partial(self._ended, transport, True),
             lease_s=self._lease_s(transport, served.where.segment),
         )
         self._begun(transport)
@@ -136,7 +137,7 @@ class Grants:
                         stored.blob,
                         receiver_id=asked.receiver_id,
                         take_up_s=take_up_s,
-                        on_end=functools.partial(self._ended, transport),
+                        on_end=functools.partial(self._ended, transport, stored is found[-1]),
                         beside=tuple(transfers),
                         lasting=True,
                     )

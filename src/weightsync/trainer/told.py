@@ -15,10 +15,12 @@ from collections.abc import Sequence
 
 from weightsync.errors import (
     AuthError,
+    BusyError,
     ConfigError,
     DeadlineExceededError,
     EngineUnreachableError,
     NotPublishedError,
+    NotRegisteredError,
     SyncFailedError,
     WeightSyncError,
 )
@@ -26,6 +28,8 @@ from weightsync.trainer.told_peers import Address, Failures, includes
 from weightsync.types import Deadline, Version
 
 FIRST_CALL_S = 10.0
+OF_A_PROXY = (502, 503, 504)
+"""What a proxy answers for one behind it that is away for a moment."""
 _RETRY_S = 2.0
 _ROUND_S = 10.0  # of a wait: so long one request waits at the service
 _PAUSE_S = 0.5  # between the first two requests of a wait where the first one came back at once
@@ -108,12 +112,14 @@ class Told:
                     return None
             except DeadlineExceededError as error:
                 why = error.message
-            except (SyncFailedError, NotPublishedError) as error:  # it tries again by itself, and so it may come right
-                why = str(error)
+            except (SyncFailedError, NotPublishedError, BusyError, NotRegisteredError) as error:
+                why = str(error)  # it may come right: it tries again by itself, has room, or learns of these agents
             except EngineUnreachableError as error:
                 return str(error)  # who is gone is not waited for
             except WeightSyncError as error:
-                return f"{type(error).__name__}: {error}"
+                why = f"{type(error).__name__}: {error}"
+                if error.details.get("status") not in OF_A_PROXY:
+                    return why
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, min(pause_s, deadline.remaining_s))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -25,6 +25,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.trainer.ranks import TrainingRanks
+from weightsync.trainer.told import OF_A_PROXY
 from weightsync.types import Deadline, SyncReport
 from weightsync.types.push_orders import PushOrder
 
@@ -38,7 +39,6 @@ _AGAIN_S = 5.0
 """So long a call is made again where nobody knows whether the controller has heard it."""
 _ANSWER_S = 5.0
 _UNKNOWN = (BusyError, DeadlineExceededError, EngineUnreachableError)
-_OF_A_PROXY = (502, 503, 504)
 _T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class OrderTaker:
 
 def _is_unknown(error: WeightSyncError) -> bool:
     """Whether nobody knows what became of a call; a proxy may answer while the controller behind it is away."""
-    return isinstance(error, _UNKNOWN) or error.details.get("status") in _OF_A_PROXY
+    return isinstance(error, _UNKNOWN) or error.details.get("status") in OF_A_PROXY
 
 
 def _surely(call: Callable[[], _T]) -> _T:

@@ -10,12 +10,12 @@ from tests.standins.threads import logged_here
 from tests.unit.host.service_kit import wait_until
 from weightsync.clients.controller import ControllerClient
 from weightsync.clients.host import RolloutClient
-from weightsync.errors import EngineUnreachableError
+from weightsync.errors import BusyError, EngineError, EngineUnreachableError, NotRegisteredError
 from weightsync.trainer import told as told_module
 from weightsync.trainer.notifier import Notifier
 from weightsync.trainer.told import Told
 from weightsync.trainer.told_peers import ControllerPeer, HostPeer
-from weightsync.types import Version
+from weightsync.types import Deadline, Version
 from weightsync.types.control import ControllerStatus, InstanceStatus, RolloutServiceState
 from weightsync.types.service import ModelStatus, NotifyRequest, ServiceStatus
 
@@ -85,6 +85,32 @@ def test_a_failure_that_comes_back_is_said_again_where_versions_come_faster_than
     assert [each.getMessage().partition(": ")[2] for each in logged_here(caplog)] == [
         "what was published is not served there: e: EngineUnreachableError: nobody there"
     ] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (BusyError("full"), True),
+        (NotRegisteredError("who is that"), True),
+        (EngineError("503: away", status=503), True),
+        (EngineError("500: a bug", status=500), False),
+        (EngineUnreachableError("gone"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_wait_goes_on_where_a_host_lives(error: Exception, goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: one that made room for another request, or did not know these agents yet, never got the last one."""
+    monkeypatch.setattr(told_module, "_PAUSE_S", 0.01)
+    told = Told("http://127.0.0.1:9", model_id="m", token=None, verify=True)
+    errors = iter([error])
+
+    def serves(*_: object) -> bool:
+        if (first := next(errors, None)) is not None:
+            raise first
+        return True
+
+    monkeypatch.setattr(told, "_serves", serves)
+    assert (told.wait_served(Version(run_id="r", number=1), Deadline(20.0)) is None) == goes_on
 
 
 def test_a_trainer_is_told_of_instances_that_have_its_model_and_of_three_at_most(
