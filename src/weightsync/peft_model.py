@@ -66,6 +66,22 @@ def adapter_name(model: Any, wanted: str | None) -> str:
     return name
 
 
+def check_active(model: Any, wanted: str | None) -> None:
+    """Whether the model computes with that adapter, and with no other.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    name = adapter_name(model, wanted)
+    is_off = any(layer.disable_adapters for _, layer in lora_layers(model, name))
+    active = [] if is_off else list(model.active_adapters)
+    if active != [name]:
+        raise ConfigError(
+            f"adapter {name!r} is published, and the canary would be asked of {', '.join(active) or 'none'}: make it "
+            f"the active one before the step, set_adapter({name!r})"
+        )
+
+
 def adapter_tensors(model: Any, name: str) -> dict[str, torch.Tensor]:
     """An adapter's own live tensors, under the names of PEFT's file, as PEFT itself picks them. Nothing is copied."""
     peft = importlib.import_module("peft")

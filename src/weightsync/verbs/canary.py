@@ -30,7 +30,7 @@ class TrainerCanary:
             Canary(tokens=tuple(tokens), logprobs=(0.0,) * max(0, len(tokens) - 1), tolerance=tolerance)
         except (InvalidRequestError, TypeError) as error:
             raise ConfigError(f"canary= is a prompt's token ids: {error}") from None
-        self._model = model
+        self.model = model
         self._tokens = tuple(tokens)
         self._tolerance = tolerance
 
@@ -40,12 +40,12 @@ class TrainerCanary:
         Raises:
             ExtractError: the forward pass fails, or the model gives no logits.
         """
-        device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
-        training = {module: module.training for module in self._model.modules()}
-        self._model.eval()
+        device = next((each.device for each in self.model.parameters()), torch.device("cpu"))
+        training = {module: module.training for module in self.model.modules()}
+        self.model.eval()
         try:
             with torch.no_grad():
-                output = self._model(input_ids=torch.tensor([self._tokens], dtype=torch.int64, device=device))
+                output = self.model(input_ids=torch.tensor([self._tokens], dtype=torch.int64, device=device))
         except Exception as caught:
             raise as_weightsync_error(caught, ExtractError, "the canary's forward pass failed") from caught
         finally:

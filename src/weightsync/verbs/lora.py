@@ -19,7 +19,7 @@ from weightsync.extract.base import WeightExtractor
 from weightsync.extract.peft import adapter_extractor, base_extractor, merged_extractor
 from weightsync.extract.registry import check_extractor
 from weightsync.observe import Recorder
-from weightsync.peft_model import peft_model_in
+from weightsync.peft_model import check_active, peft_model_in
 from weightsync.trainer.extraction import gather
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import Base, Version, WeightChunk
@@ -139,12 +139,13 @@ class LoraChoice:
         publisher was given; and what the model says of the canary.
 
         Raises:
-            ConfigError: that publisher has published nothing.
+            ConfigError: that publisher has published nothing; or a canary would be asked of another adapter.
             UnsupportedError: see `adapter_of`.
         """
         if not isinstance(extractor, WeightExtractor):
             return
         if self.canary is not None:
+            check_active(peft_model_in(self.canary.model), self.adapter)
             extractor.canary = self.canary.read()
         if extractor.adapter is None or extractor.read_adapter is None:
             return

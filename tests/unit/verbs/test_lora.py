@@ -120,6 +120,22 @@ def test_ranks_agree_on_the_base_within_the_time_out_of_the_publisher(
         assert asked == [waits_s, waits_s]
 
 
+def test_a_canary_of_another_adapter_is_refused() -> None:
+    """Seen red: it was asked of the active one, and engines refused each version of the other."""
+    model: Any = peft_model("qwen2")
+    model.add_adapter("b", model.peft_config["default"])
+    choice = lora_choice(model, adapter="b", merge=False, base=None, canary=[1, 2, 3])
+    assert choice is not None
+    made = extractor_of(model, adapter="b")
+    with pytest.raises(ConfigError, match=r"'b' is published, and the canary would be asked of default"):
+        choice.bind(made)
+    model.set_adapter("b")
+    choice.bind(made)
+    assert made.canary is not None
+    with model.disable_adapter(), pytest.raises(ConfigError, match="asked of none"):
+        choice.bind(made)
+
+
 def test_contradictions_are_refused() -> None:
     model = peft_model()
     with pytest.raises(ConfigError, match="keep one"):
