@@ -26,8 +26,10 @@ def agent(
     """Serves a checkpoint folder to rollout hosts, and a new version whenever its files change.
 
     The weights are copied into shared memory once; `weightsync pull` and rollout services fetch them from there, over
-    TCP or, on the same host, by mapping them. Write a new checkpoint into the folder (best: aside, then rename), and
-    it becomes the next version.
+    TCP or, on the same host, by mapping them. Write a new checkpoint into the folder (one file: aside, then rename),
+    and it becomes the next version as soon as nothing in the folder has changed for two looks; for ten where it has
+    several files. Only a swap at once is safe for several: write another folder, and rename a link to it over FOLDER,
+    which is a link. What lies there at the start is published at once: don't start it during a copy.
 
     Example: weightsync agent ./checkpoint --port 8765, then: weightsync pull http://127.0.0.1:8765 --out ./copy
     """

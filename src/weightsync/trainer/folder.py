@@ -31,6 +31,13 @@ _logger = logging.getLogger(__name__)
 _LONGEST_PAUSE = 32
 """In looks: so long what failed for want of something may wait to be tried again."""
 
+_ALIKE = 2
+_ALIKE_OF_SEVERAL = 10
+"""So many looks have to be alike. Several files come one after the other, and the next may be written elsewhere."""
+
+_TOLD_EACH = 60
+"""In looks: so often it is said that a change still waits."""
+
 Look = Mapping[str, tuple[int, int, int]]
 """Number, size and time of each file, by name."""
 
@@ -39,9 +46,9 @@ Look = Mapping[str, tuple[int, int, int]]
 class FolderPublisher:
     """Publishes what lies in a folder as versions 1, 2, 3 ... of a run of its own.
 
-    The files that count are those that `model.safetensors.index.json` names, or every `*.safetensors`. A change counts
-    when two looks one after the other see the same files, sizes and times, so that half a copy is not taken for a
-    checkpoint.
+    The files that count are those that `model.safetensors.index.json` names, or every `*.safetensors`. A change of them
+    counts when two looks one after the other see the same entries, sizes and times in the folder, or ten where there
+    are several files: a file that is being copied has any name. Who swaps the folder by a link needs no luck.
 
     Args:
         folder: the checkpoint.
@@ -75,27 +82,36 @@ class FolderPublisher:
             self._version += 1
             report = self._manager.offload(extractor, self._version)
         if report.published:
-            self._published = seen
+            self._published = _of_checkpoint(seen)
         return report
 
     def watch(self, stop: threading.Event, on_published: Callable[[OffloadReport], None]) -> None:
         """Publishes each change until `stop` is set. What is no checkpoint is logged, and tried again when it changes;
         what only failed for now, for want of room or descriptors say, is tried again, with longer and longer pauses.
         """
-        before = self._published
+        before: Look = {}
         refused: Look | None = None
-        num_failed = num_to_wait = 0
+        num_alike = num_unsettled = num_failed = num_to_wait = 0
         while not stop.wait(self._every_s):
             try:
                 seen = self._look()
             except OSError as error:  # no descriptor, say: the next look may have one
                 _logger.warning("%s can't be looked at: %s", self._folder, error)
                 continue
-            settled, before = seen == before, seen
-            if not settled:
+            changed, before = sorted({name for name, _ in seen.items() ^ before.items()}), seen
+            num_alike = 1 if changed else num_alike + 1
+            if changed:
                 num_failed = num_to_wait = 0
-            if not settled or seen in (self._published, refused):
+            files = _of_checkpoint(seen)
+            if files in (self._published, refused):
+                num_unsettled = 0
                 continue
+            if num_alike < (_ALIKE_OF_SEVERAL if len(files) > 1 else _ALIKE):
+                num_unsettled += 1
+                if num_unsettled % _TOLD_EACH == 0:
+                    _logger.warning("%s is not published yet: it still changes: %.200r", self._folder, changed)
+                continue
+            num_unsettled = 0
             if num_to_wait:
                 num_to_wait -= 1
                 continue
@@ -104,16 +120,18 @@ class FolderPublisher:
                 num_failed = 0
             except (WeightSyncError, OSError) as error:
                 if isinstance(error, ConfigError) and not is_passing(error):
-                    refused = seen
+                    refused = files
                 num_failed += 1
                 num_to_wait = min(_LONGEST_PAUSE, 2**num_failed // 2 - 1)
                 _logger.warning("%s was not published: %s", self._folder, error)
 
     def _look(self) -> Look:
+        """Every entry: what is being copied may have any name."""
         found = {}
-        for path in [self._folder / INDEX, *self._folder.glob("*.safetensors")]:
-            with contextlib.suppress(OSError):
-                found[path.name] = _facts(path.stat())
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    found[entry.name] = _facts(entry.stat())
         return found
 
 
@@ -184,6 +202,11 @@ class _CheckpointExtractor(NamedTensorsExtractor):
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         file, spec = self._places[id(tensor)]
         return file.read(spec).to(dtype)
+
+
+def _of_checkpoint(seen: Look) -> Look:
+    """What of it can be a checkpoint's: a log that grows beside it makes no version."""
+    return {name: facts for name, facts in seen.items() if name == INDEX or name.endswith(".safetensors")}
 
 
 def _facts(facts: os.stat_result) -> tuple[int, int, int]:

@@ -152,7 +152,7 @@ def test_a_change_is_published_once_it_has_settled(tmp_path: Path, manager: Dist
 
         ages = itertools.count(1)
         publisher.touch = lambda: os.utime(tmp_path / "part0.safetensors", (next(ages),) * 2)
-        publisher.wait_looks(5)
+        publisher.wait_looks(15)
         assert news.empty(), "what changes from look to look has not settled"
         publisher.touch = None
         assert news.get(timeout=60).version.number == last.version.number + 1
@@ -161,6 +161,41 @@ def test_a_change_is_published_once_it_has_settled(tmp_path: Path, manager: Dist
         thread.join(60)
         logging.getLogger("weightsync.trainer.folder").removeHandler(handler)
     assert news.empty(), "nothing is published twice, nor refused twice"
+
+
+@pytest.mark.parametrize(("num_looks", "grows"), [(30, True), (7, False)])
+def test_some_files_of_several_are_not_published_while_the_next_one_comes(
+    num_looks: int, grows: bool, tmp_path: Path, manager: DisturbedManager
+) -> None:
+    """Under any name, or somewhere else. Seen red: a version of one new file and one old one."""
+    folder, new = tmp_path / "folder", tmp_path / "new"
+    for each, value in ((folder, 1), (new, 2)):
+        each.mkdir()
+        write(each, value)
+    publisher = publisher_of(folder, manager)
+    publisher.publish()
+    looks = itertools.count()
+
+    def copy() -> None:
+        look = next(looks)
+        if look in (0, num_looks):
+            name = "part1.safetensors" if look else "part0.safetensors"
+            os.replace(new / name, folder / name)
+        if grows and look < num_looks:
+            with (folder / ".part1.safetensors.Xy12").open("ab") as file:
+                file.write(b"more")
+
+    publisher.touch = copy
+    news: queue.Queue[OffloadReport] = queue.Queue()
+    stop = threading.Event()
+    thread = threading.Thread(target=publisher.watch, args=(stop, news.put))
+    thread.start()
+    try:
+        assert equal(published(news.get(timeout=60)), 2), "the first that is published is whole"
+    finally:
+        stop.set()
+        thread.join(60)
+    assert news.empty()
 
 
 def test_what_failed_for_now_is_tried_again_and_what_is_no_checkpoint_is_not(
