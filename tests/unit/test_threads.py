@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from tests.multiproc.pull_kit import wait_until
 from weightsync import threads
 
 
@@ -74,10 +74,7 @@ def test_two_errors_hold_nothing_that_was_borrowed() -> None:
         with pytest.raises(ValueError, match=r"^0 of"):
             threads.map_all(functools.partial(work, memory=borrowed), range(2))
         del borrowed
-        end_s = time.monotonic() + 10
-        while seen() is not None and time.monotonic() < end_s:  # a thread has told its end, and returns
-            time.sleep(0.001)
-        assert seen() is None
+        wait_until(lambda: seen() is None, "a thread that has told its end returns", 10.0)
     finally:
         gc.enable()
 

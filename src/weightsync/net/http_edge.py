@@ -31,6 +31,9 @@ _SCHEME = re.compile(r"^[A-Za-z][\w+.-]*:/*", re.ASCII)
 NO_ENCODING = {"accept-encoding": "identity"}
 """Of every request: an answer that is compressed may unpack to any size, and is not unpacked."""
 
+OF_A_PROXY = (502, 503, 504)
+"""What a proxy answers for one behind it that is away for a moment."""
+
 
 def checked_url(url: str, *, whose: str) -> str:
     """`url` without a slash at its end.

@@ -91,6 +91,7 @@ class FolderPublisher:
         """
         before: Look = {}
         refused: Look | None = None
+        restless: list[str] = []  # what has changed last
         num_alike = num_unsettled = num_failed = num_to_wait = 0
         while not stop.wait(self._every_s):
             try:
@@ -101,6 +102,7 @@ class FolderPublisher:
             changed, before = sorted({name for name, _ in seen.items() ^ before.items()}), seen
             num_alike = 1 if changed else num_alike + 1
             if changed:
+                restless = changed
                 num_failed = num_to_wait = 0
             files = _of_checkpoint(seen)
             if files in (self._published, refused):
@@ -109,7 +111,7 @@ class FolderPublisher:
             if num_alike < (_ALIKE_OF_SEVERAL if len(files) > 1 else _ALIKE):
                 num_unsettled += 1
                 if num_unsettled % _TOLD_EACH == 0:
-                    _logger.warning("%s is not published yet: it still changes: %.200r", self._folder, changed)
+                    _logger.warning("%s is not published yet: it still changes: %.200r", self._folder, restless)
                 continue
             num_unsettled = 0
             if num_to_wait:

@@ -24,12 +24,11 @@ from weightsync.errors import (
     SyncFailedError,
     WeightSyncError,
 )
+from weightsync.net.http_edge import OF_A_PROXY
 from weightsync.trainer.told_peers import Address, Failures, includes
 from weightsync.types import Deadline, Version
 
 FIRST_CALL_S = 10.0
-OF_A_PROXY = (502, 503, 504)
-"""What a proxy answers for one behind it that is away for a moment."""
 _RETRY_S = 2.0
 _ROUND_S = 10.0  # of a wait: so long one request waits at the service
 _PAUSE_S = 0.5  # between the first two requests of a wait where the first one came back at once

@@ -24,8 +24,8 @@ from weightsync.errors import (
     VersionError,
     WeightSyncError,
 )
+from weightsync.net.http_edge import OF_A_PROXY
 from weightsync.trainer.ranks import TrainingRanks
-from weightsync.trainer.told import OF_A_PROXY
 from weightsync.types import Deadline, SyncReport
 from weightsync.types.push_orders import PushOrder
 

@@ -458,6 +458,22 @@ class Rank(RayRank):
         return ref.result(0)
 
 
+def test_an_engine_that_is_started_in_vain_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it kept its bundle, and every later try waited for that."""
+    ended: list[object] = []
+    monkeypatch.setattr(manager, "kill", ended.append)
+
+    def late(self: RayEngine, *, timeout_s: float) -> None:
+        raise DeadlineExceededError("not ready")
+
+    monkeypatch.setattr(RayEngine, "ready", late)
+    old = RayEngine(cast(Any, "old"), engine_id="e")
+    sync = RayWeightSync([], [old], config=config_of(None), start_engine=lambda engine_id: "fresh")
+    with pytest.raises(DeadlineExceededError, match="not ready"):
+        sync.restart_engine("e", timeout_s=1.0)
+    assert (ended, sync.engines["e"].actor) == (["fresh"], "old")
+
+
 def test_a_rank_that_still_owes_an_answer_is_asked_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is in a step that failed on rank 0: what is called now would wait behind it, on one rank alone.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.multiproc.pull_kit import wait_until
 from tests.unit.control.pool_kit import LEASE_S, MODELS, Clock, at, beat, made, states
 from weightsync.control.pool import RolloutPool
 from weightsync.errors import ConfigError, StateError
@@ -290,10 +291,7 @@ def test_who_is_waited_for_until_it_was_heard() -> None:
     assert not pool.takes_part(other)
     pool.wait_heard([other])
     waits = in_thread(lambda: pool.wait_heard([member, other]), name="waits")
-    end_s = time.monotonic() + 10
-    while not pool._changed._waiters:  # type: ignore[attr-defined]
-        assert time.monotonic() < end_s, "it waits"
-        time.sleep(0.001)
+    wait_until(lambda: pool._changed._waiters, "it waits", 10.0)  # type: ignore[attr-defined]
     with pytest.raises(TimeoutError):
         waits.result(0.3)
     clock.now += 1.0

@@ -163,6 +163,20 @@ def test_a_change_is_published_once_it_has_settled(tmp_path: Path, manager: Dist
     assert news.empty(), "nothing is published twice, nor refused twice"
 
 
+@contextlib.contextmanager
+def watched(publisher: FolderPublisher) -> Iterator[queue.Queue[OffloadReport]]:
+    """What it publishes while it watches its folder."""
+    news: queue.Queue[OffloadReport] = queue.Queue()
+    stop = threading.Event()
+    thread = threading.Thread(target=publisher.watch, args=(stop, news.put))
+    thread.start()
+    try:
+        yield news
+    finally:
+        stop.set()
+        thread.join(60)
+
+
 @pytest.mark.parametrize(("num_looks", "grows"), [(30, True), (7, False)])
 def test_some_files_of_several_are_not_published_while_the_next_one_comes(
     num_looks: int, grows: bool, tmp_path: Path, manager: DisturbedManager
@@ -186,15 +200,8 @@ def test_some_files_of_several_are_not_published_while_the_next_one_comes(
                 file.write(b"more")
 
     publisher.touch = copy
-    news: queue.Queue[OffloadReport] = queue.Queue()
-    stop = threading.Event()
-    thread = threading.Thread(target=publisher.watch, args=(stop, news.put))
-    thread.start()
-    try:
+    with watched(publisher) as news:
         assert equal(published(news.get(timeout=60)), 2), "the first that is published is whole"
-    finally:
-        stop.set()
-        thread.join(60)
     assert news.empty()
 
 
@@ -218,19 +225,12 @@ def test_what_failed_for_now_is_tried_again_and_what_is_no_checkpoint_is_not(
             raise error
 
     manager.disturb = fail
-    news: queue.Queue[OffloadReport] = queue.Queue()
-    stop = threading.Event()
-    thread = threading.Thread(target=publisher.watch, args=(stop, news.put))
-    thread.start()
-    try:
+    with watched(publisher) as news:
         write(tmp_path, 2)
         report = news.get(timeout=60)
         assert not passing
         assert equal(published(report), 2)
-    finally:
-        manager.disturb = None
-        stop.set()
-        thread.join(60)
+    manager.disturb = None
 
 
 def test_a_file_that_took_another_ones_place_counts_though_size_and_time_are_the_same(
