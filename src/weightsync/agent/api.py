@@ -34,7 +34,7 @@ from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import PhaseRecord, Version
 from weightsync.types.agent_config import AgentConfig
-from weightsync.types.agent_messages import Event, NotPublished, Published, Ready, TransferDone
+from weightsync.types.agent_messages import Event, NotPublished, Published, Ready, TransferBegun, TransferDone
 from weightsync.types.layout import PublicationLayout
 from weightsync.types.process import of_one_process
 from weightsync.types.publication import Publication, SourceProof
@@ -373,7 +373,13 @@ class TransferAgent:
             raise NotRegisteredError(f"receiver {asked.receiver_id!r} is not registered: POST /register_receiver first")
         served = self._published()
         take_up_s = self._config.take_up_s + served.said_bytes / _READ_BYTES_S
-        grant = self._grants.grant(asked, served, take_up_s=take_up_s)
+        version, who = served.publication.manifest.version, asked.receiver_id
+        self._tell(TransferBegun(version=version, receiver=who))
+        try:
+            grant = self._grants.grant(asked, served, take_up_s=take_up_s)
+        except BaseException:
+            self._tell(TransferDone(version=version, receiver=who, ok=False))
+            raise
         self._relaying.granted(served, grant.get("delta"))
         # a `TransferGrant`, of which the largest fields are encoded already
         sealed = {"proof": served.raw_proof, "seal": served.seal}

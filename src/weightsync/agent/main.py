@@ -36,6 +36,7 @@ from weightsync.types.agent_messages import (
     Pong,
     PublishOrder,
     ResetOrder,
+    TransferBegun,
     TransferDone,
 )
 from weightsync.types.layout import PublicationLayout
@@ -90,7 +91,7 @@ class _Outbox:
         self._next: bytes | None = None
 
     def put(self, event: Event) -> None:
-        if isinstance(event, TransferDone) and self._events.qsize() >= _MAX_EVENTS:
+        if isinstance(event, TransferBegun | TransferDone) and self._events.qsize() >= _MAX_EVENTS:
             return  # a trainer that stands still; what became of its versions it is told, as many as it has ordered
         self._events.put(event)
         os.eventfd_write(self.fd, 1)

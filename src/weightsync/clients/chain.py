@@ -56,6 +56,8 @@ _NUM_KEPT, _KEPT_BYTES = 300, 64 << 20
 _MAX_RECOVER = 16
 _MUTE_S = 300.0
 """So long no note is tried after a refusal: a credential may have expired, and come anew."""
+_NOTE_S = 3.0
+"""A pull waits for its note so long at most."""
 _MANIFEST = re.compile(EPOCH_PATTERN + r"versions/([0-9]{1,18})\.json")
 
 _T = TypeVar("_T")
@@ -235,12 +237,13 @@ class Chain:
             self._beaten_s, self._noted, self._beats = time.monotonic(), manifests, self._beats + 1
             note = ReaderNote(reader=self._reader, beat=self._beats, manifests=manifests, damaged=damaged)
         try:
-            self._put_note(msgspec.json.encode(note), deadline)
+            self._put_note(msgspec.json.encode(note), Deadline(min(_NOTE_S, deadline.remaining_s)))
         except StoreAuthError as error:
             _logger.info("%s: no note is left of what is read here: %s", self.store.url, error)
             self._mute_until_s = time.monotonic() + _MUTE_S
         except WeightSyncError as error:
             _logger.info("%s: the note of what is read here is not renewed: %s", self.store.url, error)
+            self._mute_until_s = time.monotonic() + self._beat_s  # a store that takes none costs no pull its time
 
     def close(self) -> None:
         """Takes the note away. Idempotent."""

@@ -121,9 +121,8 @@ class RayFleet:
                 status = self.controller.status(timeout_s=max(_LEAST_S, min(10.0, deadline.remaining_s)))
                 found = {each.instance_id: each for each in status.instances}
                 never = "was never heard"
-            except DeadlineExceededError:
-                if not deadline.expired:
-                    raise
+            except DeadlineExceededError as error:
+                _logger.info("the controller is asked again: %s", error)
             except EngineUnreachableError:
                 if deadline.expired or not self._controller_returns:
                     raise

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 from weightsync.errors import StateError
 from weightsync.types import Deadline
-from weightsync.types.agent_messages import DeltaReport, Event, NotPublished, Published, TransferDone
+from weightsync.types.agent_messages import DeltaReport, Event, NotPublished, Published, TransferBegun, TransferDone
 
 _MAX_MISSED = 256
 _MAX_WHY = 2000
@@ -23,6 +24,7 @@ class PublishTracker:
         self._delta: DeltaReport | None = None
         self._fetched: dict[str, int] = {}  # the newest version, by receiver
         self._recent: list[int] = []  # the last two versions that anybody has fetched
+        self._under_way: Counter[tuple[str, int]] = Counter()  # transfers, by receiver and version
         self._closed = False
 
     def hear(self, event: Event) -> None:
@@ -36,8 +38,20 @@ class PublishTracker:
                     }
                 case NotPublished():
                     self._missed(event.version.number, event.error.get("message", ""))
-                case TransferDone(ok=True):
-                    self._was_fetched(event.receiver, event.version.number)
+                case TransferBegun():
+                    self._under_way[event.receiver, event.version.number] += 1
+                    while len(self._under_way) > _MAX_RECEIVERS:  # an agent leaves out ends where it has many to tell
+                        del self._under_way[next(iter(self._under_way))]
+                case TransferDone():
+                    self._under_way -= Counter([(event.receiver, event.version.number)])  # never less than none
+                    if event.ok:
+                        self._was_fetched(event.receiver, event.version.number)
+            self._changed.notify_all()
+
+    def agent_restarted(self) -> None:
+        """The agent died: its transfers with it."""
+        with self._changed:
+            self._under_way.clear()
             self._changed.notify_all()
 
     def tried(self, version: int) -> None:
@@ -91,9 +105,10 @@ class PublishTracker:
             return self._delta if self._delta is not None and self._delta.version == version else None
 
     def behind(self, version: int, *, wait_s: float = 0.0) -> tuple[str, ...] | None:
-        """Who keeps up, and has not fetched that version, or a newer one, yet; None where nobody has fetched anything.
+        """Who keeps up, and has not fetched that version, or a newer one, yet; None where nobody has begun to.
 
-        Who has fetched one of the last two versions that anybody has fetched keeps up: others have ended, or hang.
+        Who has fetched one of the last two versions that anybody has fetched keeps up, and whoever fetches one just
+        now: others have ended, or hang.
 
         Args:
             version: its number.
@@ -105,9 +120,11 @@ class PublishTracker:
             return self._behind(version)
 
     def _behind(self, version: int) -> tuple[str, ...] | None:
-        if not self._recent:
+        if not (self._recent or self._under_way):
             return None
-        return tuple(who for who, newest in self._fetched.items() if self._recent[0] <= newest < version)
+        keep_up = [who for who, newest in self._fetched.items() if newest >= self._recent[0]]
+        at_it = [who for who, _ in self._under_way]
+        return tuple(who for who in dict.fromkeys(keep_up + at_it) if self._fetched.get(who, -1) < version)
 
     def close(self) -> None:
         """Whoever waits is told so. Idempotent."""

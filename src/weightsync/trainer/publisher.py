@@ -440,6 +440,8 @@ class WeightManager(Closing):
         if isinstance(event, str):
             at = now_s()
             self.recorder.add(PhaseRecord(name=f"agent {event}", start_s=at, end_s=at, track=self.recorder.track))
+            if event == "restarted":
+                self._tracker.agent_restarted()
             return
         self._tracker.hear(event)
         if isinstance(event, Published | TransferDone):

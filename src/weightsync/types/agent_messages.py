@@ -143,6 +143,13 @@ class NotPublished(_Said, tag="not_published", frozen=True, kw_only=True):
     error: dict[str, Any]
 
 
+class TransferBegun(_Said, tag="begun", frozen=True, kw_only=True):
+    """A transfer is granted: whose, and of which version. A `TransferDone` follows."""
+
+    version: Version
+    receiver: str
+
+
 class TransferDone(_Said, tag="done", frozen=True, kw_only=True):
     """A transfer is over: whose, and whether the receiver has acknowledged all of it. See `Published` for `phases`."""
 
@@ -152,6 +159,6 @@ class TransferDone(_Said, tag="done", frozen=True, kw_only=True):
     phases: tuple[PhaseRecord, ...] = ()
 
 
-Event: TypeAlias = Ready | Failed | Pong | Published | NotPublished | TransferDone
+Event: TypeAlias = Ready | Failed | Pong | Published | NotPublished | TransferBegun | TransferDone
 
 learn(AgentStart, Order, Event)

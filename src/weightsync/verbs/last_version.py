@@ -15,7 +15,7 @@ from weightsync.types import Deadline, Version
 
 _AGENT = "its own agent"
 _FIRST_S = 3.0
-"""Where nobody has fetched anything so far: hosts wait at the agent, and begin at once."""
+"""Where nobody fetches anything, nor has: hosts wait at the agent, and begin at once."""
 
 
 class LastVersion:
@@ -63,6 +63,8 @@ class LastVersion:
         behind = self._manager.receivers_behind(self._version.number, wait_s=self._some_of(seconds))
         if behind == () or (behind is None and self._first.expired):
             return {}
+        if behind:  # who fails at it tries once more
+            self._first = Deadline(min(_FIRST_S, self._deadline.remaining_s))
         if self._deadline.expired:
             return dict.fromkeys(behind or (), f"not fetched within {self._deadline.said}")
         return None

@@ -22,9 +22,11 @@ from weightsync.errors import (
     SignatureError,
     StoreAuthError,
     StoreDamagedError,
+    StoreUnavailableError,
     UnsupportedError,
     VersionError,
 )
+from weightsync.objects.base import Data
 from weightsync.objects.folder import FolderStore
 from weightsync.objects.repeating import Repeating
 from weightsync.objects.signing import Signer, Trust, make_keys, seal
@@ -284,6 +286,24 @@ def test_whoever_may_not_write_reads_all_the_same(place) -> None:
     readonly = FaultyStore(store_at(place), lambda op, key, count: "auth" if op == "put" else None)
     with chain_of(readonly), puller_of(f"file://{place}") as reader:
         assert pulled(reader) == (6, 2, True)
+
+
+def test_a_store_that_takes_no_note_is_asked_once_a_beat(place) -> None:
+    """In whatever words it refuses. Seen red: each pull tried its note for as long as it had, and began then."""
+    asked: list[float] = []
+    store = store_at(place)
+
+    def put(key: str, data: Data, *, deadline: Deadline, replaces: str | None) -> str:
+        asked.append(deadline.remaining_s)
+        raise StoreUnavailableError("405 Method Not Allowed")
+
+    store.put = put
+    chain = Chain(store, trust=None, beat_s=60.0)
+    for number in range(3):
+        chain.reading("r", (f"{E1}/versions/{number}.json",))
+        chain.beat(deadline=Deadline(30.0))
+    assert len(asked) == 1
+    assert 0.0 < asked[0] <= 3.0
 
 
 def test_the_trailer_is_what_was_written() -> None:

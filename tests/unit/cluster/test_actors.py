@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 from hypothesis import given
@@ -28,9 +28,10 @@ from weightsync.cluster import trainer_actor as trainer_actor_module
 from weightsync.cluster.actors import ActorHandle, Address, StartedActor, Whereabouts, answer, end, value_of
 from weightsync.cluster.controller_actor import ControllerActor, RayController, settings_of
 from weightsync.cluster.engine_actor import EngineActor, EngineContext, RayEngine
+from weightsync.cluster.fleet import RayFleet
 from weightsync.cluster.launch import config_of, meeting_address
 from weightsync.cluster.manager import RayWeightSync
-from weightsync.cluster.placement import Placement, actor_options
+from weightsync.cluster.placement import FleetPlacement, Placement, actor_options
 from weightsync.cluster.ranks import RayRank
 from weightsync.cluster.trainer_actor import RankContext, TrainerActor
 from weightsync.config import WeightSyncConfig
@@ -691,3 +692,28 @@ def test_a_job_ends_its_ranks_before_its_engines(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(IndexError), launching.launch(cast(Any, None), Built, num_ranks=2, num_engines=2):
         raise AssertionError("it has not started")
     assert ended == [(["training rank 0"], {"in_order": False}), (["engine-0", "engine-1"], {})]
+
+
+def test_services_are_waited_for_though_an_answer_of_the_controller_takes_too_long() -> None:
+    """Seen red: the first such answer ended the wait, and with it the fleet that had just been started."""
+
+    class Slow:
+        answers: ClassVar[list[Any]] = [DeadlineExceededError("no CPU"), SimpleNamespace(instances=())]
+
+        def status(self, *, timeout_s: float) -> Any:
+            answer = self.answers.pop(0) if self.answers else there
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    live = SimpleNamespace(instance_id="service-0", state="live", why="")
+    there = SimpleNamespace(instances=(live,))
+    with contextlib.ExitStack() as stack:
+        fleet = RayFleet(
+            cast(Any, Slow()), cast(Any, SimpleNamespace(controller=("http://c", "token"))), cast(Any, None),
+            FleetPlacement(), {}, stack, controller_returns=False,
+        )  # fmt: skip
+        fleet.wait_live(("service-0",), timeout_s=60.0)
+        Slow.answers += [DeadlineExceededError("no CPU")]
+        with pytest.raises(DeadlineExceededError, match="service-0 is not known: the controller did not answer"):
+            fleet.wait_live(("service-0",), timeout_s=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import multiprocessing
@@ -11,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -261,6 +263,21 @@ def test_what_is_no_file_is_damage_and_nobody_waits_for_it(tmp_path: Path) -> No
     thread.join(20)
     assert len(ended) == 3
     assert {each.key for each in store.list_under("", deadline=Deadline(5))} >= {"x", "loop"}
+
+
+def test_a_folder_that_is_mounted_for_reading_refuses_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it counted as away, and each reader's note was tried for as long as a pull was given."""
+    store = FolderStore(f"file://{tmp_path}/run")
+    real = os.open
+
+    def mounted_to_read(path: str, flags: int, *rest: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", mounted_to_read)
+    with pytest.raises(StoreAuthError, match="Read-only"):
+        store.put("x", b"1", deadline=Deadline(5), replaces=None)
 
 
 def test_who_may_not_sweep_lists_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from weightsync.errors import DeadlineExceededError, StateError
+from weightsync.trainer import publish_tracker
 from weightsync.trainer.publish_tracker import PublishTracker
 from weightsync.types import Version
-from weightsync.types.agent_messages import Published, TransferDone
+from weightsync.types.agent_messages import Published, TransferBegun, TransferDone
+
+
+def began(news: PublishTracker, who: str, version: int) -> None:
+    news.hear(TransferBegun(version=Version(run_id="run", number=version), receiver=who))
 
 
 def fetched(news: PublishTracker, who: str, version: int, *, ok: bool = True) -> None:
@@ -51,6 +56,37 @@ def test_who_keeps_up_and_has_it_not_is_behind() -> None:
     assert news.behind(30) == ("quick",)
     fetched(news, "quick", 30)
     assert news.behind(30, wait_s=60.0) == (), "and nothing is waited for"
+
+
+def test_who_fetches_it_just_now_is_behind_until_it_is_fetched() -> None:
+    """Seen red: nobody counted until a transfer had ended, so a block ended in the middle of the first one."""
+    news = PublishTracker()
+    began(news, "first", 1)
+    assert news.behind(1) == ("first",)
+    began(news, "first", 1)  # once more, before the agent has noticed that it was given up
+    fetched(news, "first", 1, ok=False)
+    assert news.behind(1) == ("first",)
+    fetched(news, "first", 1)
+    assert news.behind(1) == ()
+    began(news, "new", 1)
+    assert news.behind(1) == ("new",)
+    fetched(news, "new", 1, ok=False)
+    assert news.behind(1) == ()
+    assert not news._under_way
+
+
+def test_transfers_end_with_their_agent() -> None:
+    news = PublishTracker()
+    began(news, "r", 1)
+    news.agent_restarted()
+    assert news.behind(1) is None
+
+
+def test_transfers_whose_end_is_never_told_are_not_kept_for_ever() -> None:
+    news = PublishTracker()
+    for number in range(publish_tracker._MAX_RECEIVERS + 5):
+        began(news, f"r{number}", 1)
+    assert len(news.behind(1) or ()) == publish_tracker._MAX_RECEIVERS
 
 
 def test_a_wait_for_receivers_ends_with_its_time() -> None:

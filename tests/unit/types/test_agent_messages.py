@@ -23,6 +23,7 @@ from weightsync.types.agent_messages import (
     PublishOrder,
     Ready,
     ResetOrder,
+    TransferBegun,
     TransferDone,
 )
 from weightsync.types.layout import PublicationHead
@@ -42,6 +43,7 @@ EVENTS = [
     Pong(),
     Published(version=VERSION, delta=DELTA, phases=PHASES),
     NotPublished(version=VERSION, error={"message": "no"}),
+    TransferBegun(version=VERSION, receiver="r"),
     TransferDone(version=VERSION, receiver="r", ok=True, phases=PHASES),
 ]
 

@@ -1,0 +1,68 @@
+"""LastVersion where nobody is in `to`: whoever pulls is waited for, by what this host's agent tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weightsync.trainer.publish_tracker import PublishTracker
+from weightsync.types import Version
+from weightsync.types.agent_messages import Published, TransferBegun, TransferDone
+from weightsync.verbs import last_version
+from weightsync.verbs.last_version import LastVersion
+
+VERSION = Version(run_id="run", number=1)
+
+
+class Manager:
+    """The part of a WeightManager that is asked, which its tracker answers."""
+
+    def __init__(self) -> None:
+        self.tracker = PublishTracker()
+        self.wait_published = self.tracker.wait
+        self.receivers_behind = self.tracker.behind
+
+
+class Nobody:
+    urls = ()
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Manager:
+    monkeypatch.setattr(last_version, "_FIRST_S", 0.0)
+    made = Manager()
+    made.tracker.hear(Published(version=VERSION))
+    return made
+
+
+def waited(manager: Any, *, timeout_s: float = 60.0) -> LastVersion:
+    notifier: Any = Nobody()
+    return LastVersion(manager, notifier, VERSION, timeout_s=timeout_s)
+
+
+def test_it_ends_where_nobody_pulls(manager: Manager) -> None:
+    assert waited(manager).outcome(0.001) == {}
+
+
+def test_a_first_pull_that_is_under_way_is_waited_for(manager: Manager) -> None:
+    """Seen red: the version was withdrawn in the middle of it, three seconds behind its proof, and all was well."""
+    manager.tracker.hear(TransferBegun(version=VERSION, receiver="host"))
+    last = waited(manager)
+    assert [last.outcome(0.001) for _ in range(3)] == [None] * 3
+    manager.tracker.hear(TransferDone(version=VERSION, receiver="host", ok=True))
+    assert last.outcome(60.0) == {}
+
+
+def test_one_that_fails_may_begin_once_more(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_version, "_FIRST_S", 60.0)
+    last = waited(manager)
+    manager.tracker.hear(TransferBegun(version=VERSION, receiver="host"))
+    assert last.outcome(0.001) is None
+    manager.tracker.hear(TransferDone(version=VERSION, receiver="host", ok=False))
+    assert last.outcome(0.001) is None
+
+
+def test_one_that_does_not_end_is_named(manager: Manager) -> None:
+    manager.tracker.hear(TransferBegun(version=VERSION, receiver="host"))
+    assert waited(manager, timeout_s=0.0).outcome(0.001) == {"host": "not fetched within 0 s"}
