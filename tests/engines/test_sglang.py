@@ -59,7 +59,7 @@ def describe(place: Place) -> tuple[bool, str | None]:
 def test_the_file_that_a_service_has_staged_is_loaded(pulls: Make, there: Place) -> None:
     """update_weights_from_disk, from shared memory: the publisher's own segment, without a copy."""
     run = pulls(transport=Transport.SHM, mode="full")
-    for steps in (1, 2, 0):
+    for steps in (1, 0):
         run.publish(steps)
         status = run.sync()
         assert (status.transport, status.num_deltas) == (Transport.SHM, 0)
@@ -84,7 +84,7 @@ def test_a_service_pulls_deltas_over_tcp(pulls: Make, there: Place) -> None:
     status = run.sync()
     assert (status.num_deltas, status.num_patched) == (1, 0)
     assert status.received_bytes < status.total_bytes / 4
-    assert there.server.checksum() not in {there.checksum(steps) for steps in range(3)}
+    assert there.server.checksum() not in {there.checksum(steps) for steps in range(2)}
     run.publish(model)
     assert run.sync().num_deltas == 1
     there.serves(1)
@@ -93,7 +93,7 @@ def test_a_service_pulls_deltas_over_tcp(pulls: Make, there: Place) -> None:
 def test_workers_map_what_a_service_has_staged_and_prove_it(pulls: Make, there: Place) -> None:
     """update_weights_from_tensor with our loader: of one worker even live bytes are proved."""
     run = pulls(load_by="tensor")
-    for steps in (2, 1):
+    for steps in (0, 1):
         run.publish(steps)
         status = run.sync()
         there.serves(steps)
@@ -125,16 +125,16 @@ def test_a_delta_is_written_into_live_weights_and_proved(pulls: Make, there: Pla
 def test_the_verbs_and_an_engine_that_is_named_by_its_url(there: Place) -> None:
     with (
         weightsync.serve({"m": f"sglang+{there.server.url}"}, port=0) as service,
-        weightsync.publish(model_after(2), "m", to=[service.url], dtype="keep", port=0) as publisher,
+        weightsync.publish(model_after(0), "m", to=[service.url], dtype="keep", port=0) as publisher,
     ):
         publisher.step()
-    there.serves(2)
+    there.serves(0)
 
 
 def test_a_push_by_group(there: Place) -> None:
     model = model_after(1)
     with weightsync.push(model, [f"sglang+{there.server.url}"], dtype="keep") as push:
-        for steps in (1, 2):
+        for steps in (1, 0):
             model.load_state_dict(model_after(steps).state_dict())
             report = push.step()
             assert report is not None
@@ -146,12 +146,12 @@ def test_a_push_by_group(there: Place) -> None:
 @pytest.mark.parametrize("strategy", ["cuda_ipc", "packed_cuda_ipc"])
 def test_a_push_by_memory_of_this_host(there: Place, strategy: str) -> None:
     """The IPC strategies into SGLang; of CPU tensors they take shared memory."""
-    model = model_after(2)
+    model = model_after(0)
     with (
         contextlib.closing(SGLangEngine(SGLangApi(there.server.url), load_by="tensor")) as engine,
         weightsync.push(model, [engine], dtype="keep", strategy=strategy) as push,
     ):
-        for steps in (2, 1):
+        for steps in (1, 0):
             model.load_state_dict(model_after(steps).state_dict())
             report = push.step()
             assert report is not None
@@ -197,7 +197,7 @@ def test_an_abort_in_the_middle(there: Place, load_by: str) -> None:
     ):
         push.step()
         there.serves(1)
-        model.load_state_dict(model_after(2).state_dict())
+        model.load_state_dict(model_after(0).state_dict())
         extractor.armed = True
         with pytest.raises(WeightSyncError, match="armed"):
             push.step()
@@ -209,7 +209,7 @@ def test_an_abort_in_the_middle(there: Place, load_by: str) -> None:
             there.serves(1)
         extractor.armed = False
         push.step()
-        there.serves(2)
+        there.serves(0)
 
 
 def test_a_request_in_flight_spans_a_commit(pulls: Make, there: Place) -> None:
@@ -219,7 +219,7 @@ def test_a_request_in_flight_spans_a_commit(pulls: Make, there: Place) -> None:
         run.publish(1)
         run.sync()
         before = there.server.api.model_info(timeout_s=10).weight_version
-        run.publish(2)
+        run.publish(0)
         generating = Generating(there)
         assert generating.begun.wait(30)
         run.sync()
@@ -227,7 +227,7 @@ def test_a_request_in_flight_spans_a_commit(pulls: Make, there: Place) -> None:
         versions = [each["version"] for each in told["meta_info"]["weight_versions"]]
         if versions != [before]:
             break
-    there.serves(2)
+    there.serves(0)
     assert versions == [before, there.server.api.model_info(timeout_s=10).weight_version]
     assert len(told["output_ids"]) == LONG
 
@@ -275,9 +275,9 @@ def test_a_pause_holds_requests_and_continue_lets_them_go(there: Place) -> None:
 def test_a_server_that_was_killed_and_started_again_is_brought_back(pulls: Make, there: Place) -> None:
     """It starts from its checkpoint; the service sees that it serves something else, and loads it, unasked."""
     run = pulls()
-    run.publish(2)
+    run.publish(1)
     run.sync()
-    there.serves(2)
+    there.serves(1)
     there.server.kill()
     with pytest.raises(WeightSyncError):
         run.engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
@@ -287,13 +287,13 @@ def test_a_server_that_was_killed_and_started_again_is_brought_back(pulls: Make,
     while there.server.api.model_info(timeout_s=10).weight_version != f"{run.manager.run_id}/1":
         assert time.monotonic() < end, run.service.status()
         time.sleep(0.1)  # between two looks
-    there.serves(2)
+    there.serves(1)
 
 
 def test_a_server_that_is_killed_while_it_loads_fails_alone(pulls: Make, there: Place) -> None:
     """The service reports it, goes on trying, and brings it back when it is there again."""
     run = pulls()
-    run.publish(1)
+    run.publish(0)
     run.sync()
     load = SGLangApi.update_from_disk
 
@@ -303,7 +303,7 @@ def test_a_server_that_is_killed_while_it_loads_fails_alone(pulls: Make, there: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SGLangApi, "update_from_disk", killed)
-        run.publish(2)
+        run.publish(1)
         with pytest.raises(WeightSyncError):
             run.sync(wait_s=5)
         end = time.monotonic() + 60
@@ -313,4 +313,4 @@ def test_a_server_that_is_killed_while_it_loads_fails_alone(pulls: Make, there: 
     there.server.start()
     there.server.wait_until_ready()
     run.sync()
-    there.serves(2)
+    there.serves(1)

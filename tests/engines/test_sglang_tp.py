@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not sglang_is_there, 
 
 @pytest.fixture(scope="module")
 def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with place(tmp_path_factory.mktemp("sglang-tp"), tp=2, versions=2) as there:
+    with place(tmp_path_factory.mktemp("sglang-tp"), tp=2) as there:
         yield there
 
 

@@ -304,8 +304,8 @@ def storms(seeds: Sequence[int], versions: int, kib: int, lanes: int = 2) -> lis
 
 
 def test_a_short_storm() -> None:
-    """12 runs of 50 versions: whatever anybody takes is what was published, no offload waits beyond its guard."""
-    storms(range(12), versions=50, kib=512)
+    """8 runs of 50 versions: whatever anybody takes is what was published, no offload waits beyond its guard."""
+    storms(range(8), versions=50, kib=512)
 
 
 def _by_deltas(done: list[Storm], num_seeds: int) -> None:

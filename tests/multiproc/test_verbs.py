@@ -442,7 +442,8 @@ def test_a_trainer_is_told_why_its_fleet_serves_nothing_once_and_at_the_end(
             for _ in range(3):
                 publisher.step()
         assert "ManifestMismatchError" in publisher.not_serving[controller.url]
-        assert publisher.not_serving[controller.url].startswith("it does not serve it within 2 s: ")
+        said = publisher.not_serving[controller.url]
+        assert re.match(r"it does not serve it within [12](\.\d+)? s: ", said), said  # what the proof has left of 2 s
         said = [each.getMessage() for each in caplog.records if "is not served there" in each.getMessage()]
         assert len(said) == len({re.sub(r"\d+", "", each) for each in said})
         assert any("ManifestMismatchError" in each for each in said)

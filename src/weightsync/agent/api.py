@@ -373,13 +373,12 @@ class TransferAgent:
             raise NotRegisteredError(f"receiver {asked.receiver_id!r} is not registered: POST /register_receiver first")
         served = self._published()
         take_up_s = self._config.take_up_s + served.said_bytes / _READ_BYTES_S
+        grant = self._grants.grant(asked, served, take_up_s=take_up_s)
         version, who = served.publication.manifest.version, asked.receiver_id
-        self._tell(TransferBegun(version=version, receiver=who))
-        try:
-            grant = self._grants.grant(asked, served, take_up_s=take_up_s)
-        except BaseException:
-            self._tell(TransferDone(version=version, receiver=who, ok=False))
-            raise
+        if grant.get("delta") == ():  # nothing is fetched: it has all of it
+            self._tell(TransferDone(version=version, receiver=who, ok=True))
+        else:
+            self._tell(TransferBegun(version=version, receiver=who))
         self._relaying.granted(served, grant.get("delta"))
         # a `TransferGrant`, of which the largest fields are encoded already
         sealed = {"proof": served.raw_proof, "seal": served.seal}

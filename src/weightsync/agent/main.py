@@ -91,7 +91,8 @@ class _Outbox:
         self._next: bytes | None = None
 
     def put(self, event: Event) -> None:
-        if isinstance(event, TransferBegun | TransferDone) and self._events.qsize() >= _MAX_EVENTS:
+        most = {TransferBegun: _MAX_EVENTS // 2, TransferDone: _MAX_EVENTS}.get(type(event))  # what is begun can end
+        if most is not None and self._events.qsize() >= most:
             return  # a trainer that stands still; what became of its versions it is told, as many as it has ordered
         self._events.put(event)
         os.eventfd_write(self.fd, 1)

@@ -57,7 +57,7 @@ _MAX_RECOVER = 16
 _MUTE_S = 300.0
 """So long no note is tried after a refusal: a credential may have expired, and come anew."""
 _NOTE_S = 3.0
-"""A pull waits for its note so long at most."""
+"""A pull waits for its note so long at most. A request of a store may last longer: no limit of ours ends it."""
 _MANIFEST = re.compile(EPOCH_PATTERN + r"versions/([0-9]{1,18})\.json")
 
 _T = TypeVar("_T")
@@ -92,7 +92,8 @@ class Chain:
         self._reader = f"reader-{uuid.uuid4().hex}"
         self._beat_s = beat_s
         self._beats, self._beaten_s = 0, -1e9
-        self._mute_until_s = -1e9
+        self._refused_until_s = self._failing_until_s = -1e9
+        self._is_telling = False
         self._note_etag: str | None = None
         self._noted: tuple[str, ...] = ()
         self._reading: dict[str, tuple[str, ...]] = {}
@@ -191,7 +192,7 @@ class Chain:
             if key not in self._bad:
                 _logger.warning("%s/%s is damaged or gone: what needs it is passed by", self.store.url, key)
             self._bad[key] = time.monotonic() + _BAD_S
-            self._beaten_s = -1e9  # the writer is told soon
+            self._beaten_s = self._failing_until_s = -1e9  # the writer is told soon
 
     @contextlib.contextmanager
     def _noting(self, key: str) -> Iterator[None]:
@@ -228,22 +229,44 @@ class Chain:
     def beat(self, *, deadline: Deadline) -> None:
         """Renews the note that tells the writer what has to stay, and what is damaged. Where that may not be written,
         nothing is said."""
+        now_s, within_s = time.monotonic(), min(_NOTE_S, deadline.remaining_s)
         with self._lock:
             manifests = tuple(sorted({key for keys in self._reading.values() for key in keys}))[:16]
-            due = time.monotonic() - self._beaten_s > self._beat_s or manifests != self._noted
+            due = now_s - self._beaten_s > self._beat_s or manifests != self._noted
             damaged = self.bad[:64]
-            if not self._beat_s or not (manifests or damaged) or not due or time.monotonic() < self._mute_until_s:
+            mute = self._is_telling or now_s < max(self._refused_until_s, self._failing_until_s)
+            if not self._beat_s or not (manifests or damaged) or not due or mute:
                 return
-            self._beaten_s, self._noted, self._beats = time.monotonic(), manifests, self._beats + 1
+            self._beaten_s, self._noted, self._beats = now_s, manifests, self._beats + 1
             note = ReaderNote(reader=self._reader, beat=self._beats, manifests=manifests, damaged=damaged)
+            self._is_telling = True
+        told = threading.Event()
+
+        def tell() -> None:
+            try:
+                self._tell(note, within_s)
+            finally:
+                self._is_telling = False
+                told.set()
+
         try:
-            self._put_note(msgspec.json.encode(note), Deadline(min(_NOTE_S, deadline.remaining_s)))
+            threading.Thread(target=tell, name="reader's note", daemon=True).start()
+        except RuntimeError as error:
+            self._is_telling = False
+            _logger.info("%s: the note of what is read here is not renewed: %s", self.store.url, error)
+            return
+        told.wait(within_s)
+
+    def _tell(self, note: ReaderNote, within_s: float) -> None:
+        try:
+            self._put_note(msgspec.json.encode(note), Deadline(within_s))
         except StoreAuthError as error:
             _logger.info("%s: no note is left of what is read here: %s", self.store.url, error)
-            self._mute_until_s = time.monotonic() + _MUTE_S
+            self._refused_until_s = time.monotonic() + _MUTE_S
         except WeightSyncError as error:
             _logger.info("%s: the note of what is read here is not renewed: %s", self.store.url, error)
-            self._mute_until_s = time.monotonic() + self._beat_s  # a store that takes none costs no pull its time
+            if within_s == _NOTE_S:  # else it may be its pull that had no time
+                self._failing_until_s = time.monotonic() + self._beat_s
 
     def close(self) -> None:
         """Takes the note away. Idempotent."""

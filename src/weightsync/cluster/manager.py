@@ -12,6 +12,7 @@ came back) builds a new one.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -128,7 +129,8 @@ class RayWeightSync:
             fresh.ready(timeout_s=timeout_s)
             self.replace_engine(engine_id, fresh.actor)
         except BaseException:  # nobody would end it, and the next try has its place
-            kill(fresh.actor)
+            with contextlib.suppress(Exception):  # Ray is gone, say: that is no reason
+                kill(fresh.actor)
             raise
 
     def is_idle(self) -> bool:

@@ -63,7 +63,7 @@ class RankContext:
 
         if own := [name for name in TIME_OUTS if name in options]:
             raise ConfigError(
-                f"{', '.join(own)}: the driver waits by it, too; set it in `transfer` of launch's config="
+                f"{', '.join(own)}: the driver waits by `transfer` of launch's config=, too; set it there"
             )
         client = EngineFanout(self.engines) if self.rank == 0 else None
         return PushSync.from_config(self.config, extractor, client, **options)

@@ -211,9 +211,7 @@ class FolderStore:
             raise ObjectMissingError(f"there is no {self.url}/{key}", peer=self.url) from error
         except OSError as error:
             if isinstance(error, PermissionError) or error.errno == errno.EROFS:
-                raise StoreAuthError(
-                    f"{self.url}/{key} may not be touched by this user: {error}", peer=self.url
-                ) from error
+                raise StoreAuthError(f"{self.url}/{key} may not be touched here: {error}", peer=self.url) from error
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageError(f"{self.url} is full: {error}", peer=self.url) from error
             raise StoreUnavailableError(f"{self.url}/{key}: {error}", peer=self.url) from error

@@ -48,7 +48,7 @@ class FolderPublisher:
 
     The files that count are those that `model.safetensors.index.json` names, or every `*.safetensors`. A change of them
     counts when two looks one after the other see the same entries, sizes and times in the folder, or ten where there
-    are several files: a file that is being copied has any name. Who swaps the folder by a link needs no luck.
+    are, or were, several files: a file that is being copied has any name. Who swaps the folder by a link needs no luck.
 
     Args:
         folder: the checkpoint.
@@ -65,15 +65,21 @@ class FolderPublisher:
         self._every_s = every_s
         self._version = 0
         self._published: Look | None = None
+        self._named: tuple[Look, frozenset[str]] = {}, frozenset()  # what an index names, and what it was asked for
         checkpoint_files(folder)
 
     def publish(self) -> OffloadReport:
         """Publishes what lies there now, as the next version.
 
         Raises:
-            ConfigError: a file is missing, is no safetensors file, or is being written. Nothing was published.
+            ConfigError: a file is missing, is no safetensors file, or is being written; or the folder can't be listed.
+                Nothing was published.
         """
-        return self._publish(self._look())
+        try:
+            seen = self._look()
+        except OSError as error:
+            raise ConfigError(f"{self._folder} can't be looked at: {error}") from error
+        return self._publish(seen)
 
     def _publish(self, seen: Look) -> OffloadReport:
         with contextlib.ExitStack() as stack:
@@ -82,7 +88,7 @@ class FolderPublisher:
             self._version += 1
             report = self._manager.offload(extractor, self._version)
         if report.published:
-            self._published = _of_checkpoint(seen)
+            self._published = self._of_checkpoint(seen)
         return report
 
     def watch(self, stop: threading.Event, on_published: Callable[[OffloadReport], None]) -> None:
@@ -104,11 +110,12 @@ class FolderPublisher:
             if changed:
                 restless = changed
                 num_failed = num_to_wait = 0
-            files = _of_checkpoint(seen)
+            files = self._of_checkpoint(seen)
             if files in (self._published, refused):
                 num_unsettled = 0
                 continue
-            if num_alike < (_ALIKE_OF_SEVERAL if len(files) > 1 else _ALIKE):
+            num_files = max(len(files), len(self._published or ()))
+            if num_alike < (_ALIKE_OF_SEVERAL if num_files > 1 else _ALIKE):
                 num_unsettled += 1
                 if num_unsettled % _TOLD_EACH == 0:
                     _logger.warning("%s is not published yet: it still changes: %.200r", self._folder, restless)
@@ -135,6 +142,20 @@ class FolderPublisher:
                 with contextlib.suppress(OSError):
                     found[entry.name] = _facts(entry.stat())
         return found
+
+    def _of_checkpoint(self, seen: Look) -> Look:
+        """What of it is the checkpoint's: a log that grows beside it makes no version, nor the next one's files before
+        the index names them."""
+        files = {name: facts for name, facts in seen.items() if name == INDEX or name.endswith(".safetensors")}
+        if INDEX not in files:
+            return files
+        if files != self._named[0]:
+            try:
+                named = frozenset(path.name for path in checkpoint_files(self._folder, all_of_them=False))
+            except ConfigError:  # half of an index: whatever is there counts
+                named = frozenset(files)
+            self._named = files, named | {INDEX}
+        return {name: facts for name, facts in files.items() if name in self._named[1]}
 
 
 class _CheckpointFile:
@@ -204,11 +225,6 @@ class _CheckpointExtractor(NamedTensorsExtractor):
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         file, spec = self._places[id(tensor)]
         return file.read(spec).to(dtype)
-
-
-def _of_checkpoint(seen: Look) -> Look:
-    """What of it can be a checkpoint's: a log that grows beside it makes no version."""
-    return {name: facts for name, facts in seen.items() if name == INDEX or name.endswith(".safetensors")}
 
 
 def _facts(facts: os.stat_result) -> tuple[int, int, int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import Counter
+import time
 
 from weightsync.errors import StateError
 from weightsync.types import Deadline
@@ -12,6 +13,8 @@ from weightsync.types.agent_messages import DeltaReport, Event, NotPublished, Pu
 _MAX_MISSED = 256
 _MAX_WHY = 2000
 _MAX_RECEIVERS = 4096
+_AGAIN_S = 15.0
+"""A receiver that could not fetch a version tries again within that: hosts pause for 10 s at most."""
 
 
 class PublishTracker:
@@ -24,7 +27,8 @@ class PublishTracker:
         self._delta: DeltaReport | None = None
         self._fetched: dict[str, int] = {}  # the newest version, by receiver
         self._recent: list[int] = []  # the last two versions that anybody has fetched
-        self._under_way: Counter[tuple[str, int]] = Counter()  # transfers, by receiver and version
+        self._at_it: dict[str, float] = {}  # receivers that fetch a version, and until when they count
+        self._cut_off: set[str] = set()  # those whose agent died meanwhile: until the next one has proved the version
         self._closed = False
 
     def hear(self, event: Event) -> None:
@@ -33,26 +37,35 @@ class PublishTracker:
                 case Published():
                     self._published = max(self._published, event.version.number)
                     self._delta = event.delta
+                    for who in self._cut_off:
+                        self._is_at_it(who, time.monotonic() + _AGAIN_S)
+                    self._cut_off.clear()
                     self._not_published = {
                         version: why for version, why in self._not_published.items() if version > self._published
                     }
                 case NotPublished():
                     self._missed(event.version.number, event.error.get("message", ""))
                 case TransferBegun():
-                    self._under_way[event.receiver, event.version.number] += 1
-                    while len(self._under_way) > _MAX_RECEIVERS:  # an agent leaves out ends where it has many to tell
-                        del self._under_way[next(iter(self._under_way))]
+                    self._is_at_it(event.receiver, math.inf)
+                case TransferDone(ok=True):
+                    self._at_it.pop(event.receiver, None)
+                    self._was_fetched(event.receiver, event.version.number)
                 case TransferDone():
-                    self._under_way -= Counter([(event.receiver, event.version.number)])  # never less than none
-                    if event.ok:
-                        self._was_fetched(event.receiver, event.version.number)
+                    self._is_at_it(event.receiver, time.monotonic() + _AGAIN_S)
             self._changed.notify_all()
 
     def agent_restarted(self) -> None:
-        """The agent died: its transfers with it."""
+        """The agent died, and its transfers with it: they begin again when the next one has proved the version."""
         with self._changed:
-            self._under_way.clear()
-            self._changed.notify_all()
+            self._cut_off |= self._at_it.keys()
+            self._at_it.clear()
+
+    def _is_at_it(self, who: str, until_s: float) -> None:
+        """Under the lock."""
+        self._at_it.pop(who, None)
+        self._at_it[who] = until_s
+        while len(self._at_it) > _MAX_RECEIVERS:
+            del self._at_it[next(iter(self._at_it))]
 
     def tried(self, version: int) -> None:
         """A version is about to be published, perhaps once more."""
@@ -107,8 +120,8 @@ class PublishTracker:
     def behind(self, version: int, *, wait_s: float = 0.0) -> tuple[str, ...] | None:
         """Who keeps up, and has not fetched that version, or a newer one, yet; None where nobody has begun to.
 
-        Who has fetched one of the last two versions that anybody has fetched keeps up, and whoever fetches one just
-        now: others have ended, or hang.
+        Who has fetched one of the last two versions that anybody has fetched keeps up, and whoever is at the first one
+        of his: others have ended, or hang.
 
         Args:
             version: its number.
@@ -120,11 +133,12 @@ class PublishTracker:
             return self._behind(version)
 
     def _behind(self, version: int) -> tuple[str, ...] | None:
-        if not (self._recent or self._under_way):
-            return None
-        keep_up = [who for who, newest in self._fetched.items() if newest >= self._recent[0]]
-        at_it = [who for who, _ in self._under_way]
-        return tuple(who for who in dict.fromkeys(keep_up + at_it) if self._fetched.get(who, -1) < version)
+        now_s = time.monotonic()
+        at_it = {who for who, until_s in self._at_it.items() if until_s > now_s} | self._cut_off
+        first = tuple(sorted(at_it - self._fetched.keys()))
+        if not self._recent:
+            return first or None
+        return tuple(who for who, newest in self._fetched.items() if self._recent[0] <= newest < version) + first
 
     def close(self) -> None:
         """Whoever waits is told so. Idempotent."""

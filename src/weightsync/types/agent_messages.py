@@ -144,7 +144,7 @@ class NotPublished(_Said, tag="not_published", frozen=True, kw_only=True):
 
 
 class TransferBegun(_Said, tag="begun", frozen=True, kw_only=True):
-    """A transfer is granted: whose, and of which version. A `TransferDone` follows."""
+    """A transfer is granted: whose, and of which version. A `TransferDone` tells its end."""
 
     version: Version
     receiver: str

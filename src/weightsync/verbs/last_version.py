@@ -63,8 +63,6 @@ class LastVersion:
         behind = self._manager.receivers_behind(self._version.number, wait_s=self._some_of(seconds))
         if behind == () or (behind is None and self._first.expired):
             return {}
-        if behind:  # who fails at it tries once more
-            self._first = Deadline(min(_FIRST_S, self._deadline.remaining_s))
         if self._deadline.expired:
             return dict.fromkeys(behind or (), f"not fetched within {self._deadline.said}")
         return None

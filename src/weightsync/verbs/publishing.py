@@ -327,8 +327,9 @@ class Publisher(Closing):
     def wait_served(self, timeout_s: float) -> Mapping[str, str]:
         """Waits until the newest version is served by those in `to` who are alive. Every rank.
 
-        Where nobody is in `to`: until those that have pulled of late have fetched it. Who was away when it was waited
-        for before gets a second, so that nobody who is down costs the whole time at each version.
+        Where nobody is in `to`: until those that have pulled of late, or are at their first pull, have fetched it. Who
+        was away when it was waited for before gets a second, so that nobody who is down costs the whole time at each
+        version.
 
         Args:
             timeout_s: at most so long, and some seconds.

@@ -28,7 +28,7 @@ from weightsync.types.agent_config import AgentConfig
 from weightsync.types.agent_messages import Event, NotPublished, Published, TransferBegun, TransferDone
 from weightsync.types.layout import GrantMessage, KnownLayouts
 from weightsync.types.publication import Publication, Source
-from weightsync.types.transfer_messages import FinishRequest, RegisterRequest, TransferRequest
+from weightsync.types.transfer_messages import DeltaBase, FinishRequest, RegisterRequest, TransferRequest
 
 TOKEN = "a-token-for-tests-only"
 
@@ -170,7 +170,22 @@ def test_a_transfer_is_told_from_its_beginning(beside: Beside) -> None:
         assert beside.told() == ("done", 1)
         with pytest.raises(VersionError):
             client.request_transfer(TransferRequest(receiver_id="r", model_id="m", run_id="run", version=9))
-        assert [beside.told(), beside.told()] == [("begun", 1), ("done", 1)]
+        assert beside.events.empty(), "what is refused has not begun"
+
+
+def test_who_has_all_of_a_version_is_told_as_one_that_has_fetched_it(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: its grant has no transfer, which began and never ended."""
+    beside.publish(1)
+    assert beside.told() == ("published", 1)
+    monkeypatch.setattr(beside.agent._deltas, "from_base", lambda *_: ())
+    with contextlib.closing(AgentClient(beside.agent.endpoint, token=TOKEN)) as client:
+        client.register(RegisterRequest(receiver_id="r"))
+        base = DeltaBase(run_id="run", version=1, digest="0" * 32)
+        grant = client.request_transfer(TransferRequest(receiver_id="r", model_id="m", mode="delta", base=base))
+    assert grant.delta == ()
+    assert beside.told() == ("done", 1)
 
 
 def test_a_layout_is_sent_to_those_who_do_not_hold_it(beside: Beside) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from weightsync.agent import main
 from weightsync.types import Version
-from weightsync.types.agent_messages import Event, NotPublished, Published, TransferDone
+from weightsync.types.agent_messages import Event, NotPublished, Published, TransferBegun, TransferDone
 
 
 class Channel:
@@ -44,6 +44,21 @@ def test_what_became_of_a_version_is_told_behind_any_number_of_transfers(outbox:
     assert not outbox.send(channel)
     assert len(channel.told) == main._MAX_EVENTS + 2
     assert channel.told[-2:] == [Published(version=one), NotPublished(version=two, error={})]
+
+
+def test_a_transfer_that_was_told_to_begin_has_room_for_its_end(outbox: main._Outbox) -> None:
+    """A trainer that hears of no end would wait for the receiver."""
+    version = Version(run_id="r", number=1)
+    for number in range(main._MAX_EVENTS):
+        outbox.put(TransferBegun(version=version, receiver=f"r{number}"))
+    for number in range(main._MAX_EVENTS):
+        outbox.put(TransferDone(version=version, receiver=f"r{number}", ok=True))
+    channel: Any = Channel()
+    assert not outbox.send(channel)
+    begun = {each.receiver for each in channel.told if isinstance(each, TransferBegun)}
+    ended = {each.receiver for each in channel.told if isinstance(each, TransferDone)}
+    assert len(begun) == main._MAX_EVENTS // 2
+    assert begun <= ended
 
 
 def test_an_agent_that_can_have_no_thread_ends_with_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

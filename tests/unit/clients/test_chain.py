@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import shutil
+import threading
 
 import msgspec
 import pytest
@@ -304,6 +305,30 @@ def test_a_store_that_takes_no_note_is_asked_once_a_beat(place) -> None:
         chain.beat(deadline=Deadline(30.0))
     assert len(asked) == 1
     assert 0.0 < asked[0] <= 3.0
+    chain.damaged(ANCHOR)
+    chain.beat(deadline=Deadline(30.0))
+    assert len(asked) == 2, "of damage the writer is told soon"
+
+
+def test_a_pull_goes_on_though_the_request_of_its_note_hangs(place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that swallows writes. Seen red: it hung as long as the request did."""
+    monkeypatch.setattr(chain_module, "_NOTE_S", 0.05)
+    over, asked = threading.Event(), []
+    store = store_at(place)
+
+    def put(key: str, data: Data, *, deadline: Deadline, replaces: str | None) -> str:
+        asked.append(key)
+        assert over.wait(60)
+        return "etag"
+
+    store.put = put
+    chain = Chain(store, trust=None, beat_s=0.001)
+    chain.reading("r", (f"{E1}/versions/1.json",))
+    deadline = Deadline(30.0)
+    for _ in range(2):
+        chain.beat(deadline=deadline)
+    over.set()
+    assert (len(asked), deadline.expired) == (1, False)
 
 
 def test_the_trailer_is_what_was_written() -> None:

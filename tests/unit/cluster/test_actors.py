@@ -513,7 +513,7 @@ def test_a_rank_that_still_owes_an_answer_is_asked_nothing_else(monkeypatch: pyt
 def test_a_time_out_that_the_driver_would_not_know_is_refused() -> None:
     """Seen red: the driver took a slower push for a broken job, and the job was lost."""
     context = RankContext(rank=0, world_size=1, engines=(), config=WeightSyncConfig())
-    with pytest.raises(ConfigError, match="transfer_timeout_s: the driver waits by it, too"):
+    with pytest.raises(ConfigError, match="transfer_timeout_s: the driver waits by `transfer`"):
         context.push(cast(Any, None), transfer_timeout_s=1800.0)
 
 

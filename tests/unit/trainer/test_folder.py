@@ -205,6 +205,50 @@ def test_some_files_of_several_are_not_published_while_the_next_one_comes(
     assert news.empty()
 
 
+def test_new_files_beside_an_index_make_no_version_before_it_names_them(tmp_path: Path, idle: WeightManager) -> None:
+    """As docs/checkpoint.md says how to swap them. Seen red: the old bytes were published once more, and once more when
+    the old files went."""
+
+    def index(*names: str) -> None:
+        replace(tmp_path / INDEX, json.dumps({"weight_map": dict(zip("wneb", names * 4, strict=False))}).encode())
+
+    def seen() -> Look:
+        return publisher._of_checkpoint(publisher._look())
+
+    write(tmp_path, 1)
+    old = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    index(*old)
+    publisher = publisher_of(tmp_path, idle)
+    before = seen()
+    assert set(before) == {INDEX, *old}
+    new = [f"new-{name}" for name in old]
+    (tmp_path / new[0]).write_bytes((tmp_path / old[0]).read_bytes())
+    assert seen() == before
+    index(*new)
+    assert set(seen()) == {INDEX, new[0]}
+    (tmp_path / new[1]).write_bytes((tmp_path / old[1]).read_bytes())
+    assert set(after := seen()) == {INDEX, *new}, "one that the index has named and that comes later counts"
+    for name in old:
+        (tmp_path / name).unlink()
+    assert seen() == after
+    (tmp_path / INDEX).write_bytes(b"{")
+    assert set(seen()) == {INDEX, *new}, "half of one names nothing"
+
+
+def test_a_folder_that_may_not_be_listed_is_told_so(
+    tmp_path: Path, idle: WeightManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    publisher = publisher_of(tmp_path, idle)
+
+    def refused(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(ConfigError, match=r"can't be looked at: .*Permission denied"):
+        publisher.publish()
+
+
 def test_what_failed_for_now_is_tried_again_and_what_is_no_checkpoint_is_not(
     tmp_path: Path, manager: DisturbedManager
 ) -> None:

@@ -58,28 +58,55 @@ def test_who_keeps_up_and_has_it_not_is_behind() -> None:
     assert news.behind(30, wait_s=60.0) == (), "and nothing is waited for"
 
 
-def test_who_fetches_it_just_now_is_behind_until_it_is_fetched() -> None:
+def test_who_is_at_a_first_pull_is_behind_until_it_is_fetched() -> None:
     """Seen red: nobody counted until a transfer had ended, so a block ended in the middle of the first one."""
     news = PublishTracker()
     began(news, "first", 1)
-    assert news.behind(1) == ("first",)
-    began(news, "first", 1)  # once more, before the agent has noticed that it was given up
-    fetched(news, "first", 1, ok=False)
     assert news.behind(1) == ("first",)
     fetched(news, "first", 1)
     assert news.behind(1) == ()
     began(news, "new", 1)
     assert news.behind(1) == ("new",)
-    fetched(news, "new", 1, ok=False)
+    fetched(news, "new", 1)
     assert news.behind(1) == ()
-    assert not news._under_way
+    assert not news._at_it
 
 
-def test_transfers_end_with_their_agent() -> None:
+def test_who_has_fetched_and_does_not_keep_up_is_not_waited_for_at_its_next_pull() -> None:
+    news = PublishTracker()
+    fetched(news, "slow", 1)
+    for version in (8, 9):
+        fetched(news, "quick", version)
+    began(news, "slow", 9)
+    assert news.behind(9) == ()
+
+
+def test_who_fails_at_it_is_behind_for_as_long_as_it_may_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a block ended between two tries of a host, where another one had the version."""
+    news = PublishTracker()
+    for who in ("a", "b"):
+        began(news, who, 1)
+    fetched(news, "a", 1)
+    fetched(news, "b", 1, ok=False)
+    assert news.behind(1) == ("b",)
+    monkeypatch.setattr(publish_tracker, "_AGAIN_S", 0.0)
+    fetched(news, "b", 1, ok=False)
+    assert news.behind(1) == (), "it does not try again"
+
+
+def test_who_was_cut_off_by_its_agents_death_is_behind_until_the_next_one_has_proved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     news = PublishTracker()
     began(news, "r", 1)
     news.agent_restarted()
-    assert news.behind(1) is None
+    assert news.behind(1) == ("r",)
+    news.hear(Published(version=Version(run_id="run", number=1)))
+    assert news.behind(1) == ("r",)
+    news.agent_restarted()
+    monkeypatch.setattr(publish_tracker, "_AGAIN_S", 0.0)
+    news.hear(Published(version=Version(run_id="run", number=1)))
+    assert news.behind(1) is None, "it does not come again"
 
 
 def test_transfers_whose_end_is_never_told_are_not_kept_for_ever() -> None:
