@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import msgspec
 import numpy as np
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightsync.errors import InvalidRequestError
@@ -191,6 +191,7 @@ class SGLangServer(StandIn):
         tp_size: int = 1,
         dp_size: int = 1,
         pp_size: int = 1,
+        tokenizer_workers: int = 1,
         former: bool = False,
         brackets: bool = True,
         token: str | None = None,
@@ -208,7 +209,10 @@ class SGLangServer(StandIn):
         self.take: Callable[[Sequence[str]], None] = lambda texts: None
         self._shapes = {name: len(each) for name, each in self.weights.items()}
         self._workers = workers
-        self._sizes = {"tp_size": workers.number if workers else tp_size, "dp_size": dp_size, "pp_size": pp_size}
+        self._sizes = {
+            "tp_size": workers.number if workers else tp_size, "dp_size": dp_size, "pp_size": pp_size,
+            "tokenizer_worker_num": tokenizer_workers,
+        }  # fmt: skip
         for path, handler in (
             ("/init_weights_update_group", self._init_group),
             ("/destroy_weights_update_group", self._destroy_group),
@@ -229,8 +233,13 @@ class SGLangServer(StandIn):
             ("/get_server_info", "/server_info", self._server_info),
         ):
             self.app.add_api_route(former_name if former else name, told, methods=["GET"])
+        if not former:
+            self.app.add_api_route("/ready", self._ready, methods=["GET"])
 
     # --- routes ---
+
+    async def _ready(self) -> Response:
+        return Response(status_code=200 if self.paused is None else 503)
 
     async def _model_info(self) -> dict[str, Any]:
         return {"model_path": self.model_path, "weight_version": self.weight_version, "is_generation": True}

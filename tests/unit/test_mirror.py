@@ -66,6 +66,7 @@ ELSEWHERE = {
     "engine/sglang_lora/calls": "unit/engine/sglang_lora/test_middleware.py",
     "demo/lora_sglang": "engines/test_demo_lora_sglang.py",
     "demo/lora_vllm": "engines/test_demo_lora_vllm.py",
+    "handles/mending": "unit/handles/test_vllm.py",
     "verbs/engines": "multiproc/test_verbs.py",
     "verbs/publishing": "multiproc/test_verbs.py",
     "verbs/pushing": "multiproc/test_verbs.py",

@@ -19,6 +19,7 @@ from weightsync.errors import (
     ManifestMismatchError,
     StateError,
     SyncFailedError,
+    WeightSyncError,
     WrongArtifactError,
     WrongBaseError,
 )
@@ -115,6 +116,8 @@ def _specs(
         WeightSyncError: the agent does not answer.
     """
     if model.startswith(("http://", "https://")):
+        if dtype is not None:
+            raise ConfigError("--dtype is for a checkpoint: an agent says itself as what its trainer sends")
         from weightsync.clients.agent import AgentClient
 
         with contextlib.closing(AgentClient(model, token=token, verify=verify)) as client:
@@ -190,7 +193,8 @@ def _ask(
     from weightsync.update.artifacts import check_takes
 
     told_of = handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=timeout_s)
-    if told_of.run_id is not None and not told_of.run_id.startswith(CHECK_RUN) and not anyway:
+    is_in_use = adapter is None and told_of.run_id is not None and not told_of.run_id.startswith(CHECK_RUN)
+    if is_in_use and not anyway:  # an adapter's check aborts nothing
         raise StateError(
             f"{handle.engine_id} has weights of {told_of.run_id}, and whoever brought them, its trainer or a host that "
             "follows it, has not said that it is done: a sync that is under way would be aborted. Say --anyway "
@@ -212,12 +216,18 @@ def _ask(
     requests = init_requests(info, sizes, run_id=run_id, model_id=model_id, artifact=manifest.artifact)
     begin = BeginRequest(session=session, manifest=manifest, deadline_s=timeout_s)
     handle.call(EngineOp.INIT, requests[handle.engine_id], timeout_s=timeout_s)
+    failed: list[WeightSyncError] = []
     try:
         handle.call(EngineOp.BEGIN, begin, timeout_s=timeout_s)
     finally:
         for name in (session, info.group_name):
             request = AbortRequest(session=name, reason="nothing but a check")
-            handle.call(EngineOp.ABORT, request, timeout_s=timeout_s)
+            try:
+                handle.call(EngineOp.ABORT, request, timeout_s=timeout_s)
+            except WeightSyncError as error:
+                failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 def _check_slots(handle: EngineHandle, model_id: str, staleness: int, *, timeout_s: float) -> None:

@@ -26,6 +26,8 @@ def check_out(out: Path) -> None:
     """Raises ConfigError where something lies there, or it has no name of its own to be renamed to."""
     if out.name in ("", ".."):
         raise ConfigError(f"{out} is no name of a new folder: give one, as in {out / 'checkpoint'}")
+    if out.is_symlink():
+        raise ConfigError(f"{out} is a link: give the folder that it leads to. Nothing was touched")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already, and has something in it: nothing was touched")
 

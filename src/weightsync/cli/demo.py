@@ -74,7 +74,7 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for timeline.json and timeline.png.")] = Path("demo-output"),
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the summary to this file.")] = None,
-    deadline_s: Annotated[float, typer.Option(min=1.0, help="Seconds that one sync may take.")] = 30.0,
+    deadline_s: Annotated[float, typer.Option(min=1.0, max=MAX_S, help="Seconds that one sync may take.")] = 30.0,
     timeout_s: Annotated[
         float, typer.Option(min=10.0, max=MAX_S, help="Seconds that its start, or one step, may take.")
     ] = 300.0,

@@ -224,9 +224,10 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
     for url in urls:
         try:
             handle = engine_at(url, token=token, verify=verify)
-            slots = None
+            slots, advice = None, ""
             try:
                 if isinstance(handle, TwoKinds):
+                    advice = handle.how_to_take_adapters
                     with contextlib.suppress(UnsupportedError):
                         slots = handle.adapters(timeout_s=_ASK_S)
                 told_of = described(handle, DescribeRequest(layers=True), Deadline(_ASK_S))
@@ -247,17 +248,16 @@ def _engines(urls: list[str] | tuple[()], token: str | None, verify: bool | str)
             yield _wrong(url, fact.text) if fact.level == "wrong" else _ok(url, fact.text)
         yield from _layers(url, told_of)
         if slots is not None:
-            yield _slots(url, slots)
+            yield _slots(url, slots, advice)
         if not isinstance(handle, HttpEngine):
             yield from _lacks(url, token=token, verify=verify)
 
 
-def _slots(url: str, slots: AdapterState) -> Finding:
+def _slots(url: str, slots: AdapterState, advice: str) -> Finding:
     taken = len(slots.adapters) + slots.others
     found = f"{slots.max_loras} slots for adapters of rank {slots.max_lora_rank} or less, {taken} taken"
     if slots.max_loras < 2 or not slots.updating:
-        advice = "a new version is loaded beside the old one: --enable-lora --max-loras 2 or more, and "
-        return _note(url, found, f"{advice}VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
+        return _note(url, found, f"a new version is loaded beside the old one: {advice}")
     return _ok(url, f"{found}; each adapter needs staleness + 1, and at least 2")
 
 

@@ -23,7 +23,7 @@ def export(
             help="Checkpoint whose config.json, tokenizer and other small files are copied.",
         ),
     ] = None,
-    shard_gb: Annotated[float, typer.Option(min=0.00001, help="Size of a file at most, in 10^9 bytes.")] = 5.0,
+    shard_gb: Annotated[float, typer.Option(min=0.00001, max=1e6, help="Size of a file at most, in 10^9 bytes.")] = 5.0,
     model_id: Annotated[str | None, typer.Option(help="Which model; what is there where not given.")] = None,
     token: Token = None,
     timeout_s: Annotated[float, typer.Option(min=1.0, max=MAX_S, help="Seconds that it may take.")] = 3600.0,

@@ -232,10 +232,12 @@ def engine_facts(handle: EngineHandle, reply: EngineReply) -> Iterator[Fact]:
         why = reply.unhealthy or "its weights are half-loaded"
         yield Fact(level="wrong", text=f"{why}: the next version that is loaded in full heals it")
     if reply.left_paused:
+        route = "/continue_generation" if "SGLang" in type(handle).__name__ else "/resume"
         yield Fact(
             level="wrong",
             text="It is paused, no version is being loaded, and nothing ends that: its trainer ended before it resumed "
-            f"it, or somebody paused it by hand. The next push resumes it, or curl -X POST {handle.engine_id}/resume",
+            f"it, or somebody paused it by hand. The next push resumes it, or curl -X POST {handle.engine_id}{route} "
+            "where it does not sleep",
         )
     kind = type(handle).__name__.removesuffix("Engine").replace("Http", "engine server")
     takes = "whole tensors and patches" if "patch" in reply.accepts else "whole tensors"

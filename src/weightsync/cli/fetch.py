@@ -80,6 +80,6 @@ def fetched(
         with pulled:
             yield pulled
     except NotRegisteredError as error:
-        raise ConfigError(f"{error.message}; allow it with --source URL") from error
+        raise ConfigError(f"{error.message}; `weightsync pull` takes it with --source URL") from error
     finally:
         puller.close()

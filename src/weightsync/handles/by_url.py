@@ -29,7 +29,7 @@ from weightsync.errors import (
 from weightsync.handles.http import HttpEngine
 from weightsync.handles.probe import Capabilities, Feature, probe
 from weightsync.handles.two_kinds import SGLangServerEngine, VllmServerEngine
-from weightsync.net.http_edge import checked_url
+from weightsync.net.http_edge import OF_A_PROXY, checked_url
 from weightsync.types import Deadline, DescribeRequest, EngineHandle, EngineOp
 
 Kind: TypeAlias = Literal["vllm", "sglang", "weightsync"]
@@ -102,7 +102,11 @@ def engine_at(
     said = read_engine_url(text)
     try:
         kind = kind_at(said, token=token, verify=verify, need=need, timeout_s=timeout_s)
-    except EngineUnreachableError as error:
+    except (DeadlineExceededError, EngineError) as error:
+        away = isinstance(error, EngineUnreachableError)
+        may_come = isinstance(error, DeadlineExceededError) or error.details.get("status") in OF_A_PROXY
+        if not away and (must_answer or said.kind is None or not may_come):
+            raise
         if said.kind is None:
             if isinstance(error.__cause__, socket.gaierror | ssl.SSLError):
                 raise  # no kind of engine in the URL would help

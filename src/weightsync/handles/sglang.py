@@ -38,6 +38,7 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
+from weightsync.handles.mending import Mending
 from weightsync.handles.releases import since
 from weightsync.handles.sglang_api import SGLangApi, SGLangRouter
 from weightsync.handles.sglang_loads import FileLoad, GroupLoad, MappedLoad, SGLangLoad
@@ -73,6 +74,7 @@ _WHOLE_IN_EACH = ("input_layernorm.weight", "post_attention_layernorm.weight", "
 
 LoadBy: TypeAlias = Literal["file", "tensor"]
 _CLOSE_S = 5.0
+_MEND_S = 300.0
 
 
 class SGLangEngine(SteppedEngine):
@@ -127,8 +129,12 @@ class SGLangEngine(SteppedEngine):
         self._checksum: str | None = None  # of what was loaded last
         self._digest: tuple[str, str | None] | None = None  # the same: its version, and the publication's digest
         self._turning = threading.Lock()  # held while a session is paused for, or taken back
+        self._mending = Mending(self._engine_id, self._mend)
 
     def close(self) -> None:
+        self._mending.stop()
+        if self._paused_by is not None and not self._is_half_loaded:  # its abort could not end that
+            self._mending.end_now(AbortRequest(session=self._paused_by, reason="its handle is closed"))
         if isinstance(self._load, (FileLoad, MappedLoad)):
             self._load.leave(Deadline(_CLOSE_S))
         self._api.close()
@@ -140,13 +146,24 @@ class SGLangEngine(SteppedEngine):
         former = self._called
         if self._look(deadline).weight_version != former:
             self._group = None  # it was started again, or somebody else has loaded something
-        return msgspec.structs.replace(self._reply(drain=False), leased=False)
+        paused = self._api.is_paused(timeout_s=deadline.check("answer"))
+        reply = self._reply(drain=False)
+        return msgspec.structs.replace(
+            reply,
+            leased=False,
+            serving=reply.serving and not paused,
+            left_paused=paused and self._whole and self._paused_by is None,
+        )
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
         load = self._load_for(request)
+        self._mending.stop()
         self._session.end(TransferAbortedError("a trainer joins anew"))
         self._count_workers(deadline)
         self._group = None
+        if self._paused_by is not None and not self._is_half_loaded:  # its abort was not heard
+            with self._alone(deadline):
+                self._take_back(AbortRequest(session=self._paused_by, reason="a trainer joins anew"), deadline)
         load.join(self._world_size, deadline)
         try:
             self._look(deadline)
@@ -265,24 +282,36 @@ class SGLangEngine(SteppedEngine):
             self._group = None  # a worker may sit in a broadcast still: the next sync builds another
         ends = self._load is not None and self._load.name == request.session  # its trainer does
         if ends or self._paused_by == request.session:
-            with self._alone(deadline):  # who takes back what a pause did needs the load for it
-                load, self._load = self._load, None if ends else self._load
-                if ends and load is not None:
-                    self._group = None
-                    load.leave(deadline)
+            self._mending.stop()
+            try:
+                with self._alone(deadline):  # who takes back what a pause did needs the load for it
+                    load, self._load = self._load, None if ends else self._load
+                    if ends and load is not None:
+                        self._group = None
+                        load.leave(deadline)
+                    self._take_back(request, deadline)
+            except WeightSyncError:
+                if self._paused_by == request.session:
+                    self._mending.begin(request, Deadline(_MEND_S))
+                raise
+
+    def _mend(self, request: AbortRequest, deadline: Deadline, stop: threading.Event | None) -> None:
+        with self._alone(deadline):
+            if stop is None or not stop.is_set():
                 self._take_back(request, deadline)
 
     def _take_back(self, request: AbortRequest, deadline: Deadline) -> None:
         """Ends what a session has done to the server."""
         if self._paused_by != request.session:
             return
+        if self._called != LOADING:
+            self._look(deadline)  # it may have heard a name whose answer was lost
         if self._called == LOADING and self._load is not None:
             self._load.abort(request, deadline)
             if not self._load.touched and self._look(deadline).weight_version != LOADING:
                 self._lose()  # it was started again: the former name would be wrong
                 return
-        touched = self._load is not None and self._load.touched
-        if touched or self._before == LOADING:  # half-loaded: it stays paused, under a name that says so
+        if self._is_half_loaded:  # it stays paused, under a name that says so
             if self._called != LOADING:
                 self._name(LOADING, deadline)
             return
@@ -292,6 +321,10 @@ class SGLangEngine(SteppedEngine):
         self._paused_by = None
 
     # --- what the steps share ---
+
+    @property
+    def _is_half_loaded(self) -> bool:
+        return (self._load is not None and self._load.touched) or self._before == LOADING
 
     @property
     def _way(self) -> SGLangLoad:
@@ -352,10 +385,12 @@ class SGLangEngine(SteppedEngine):
         return version_in(self._called)
 
     def _look(self, deadline: Deadline) -> ModelInfo:
+        former = self._called
         info = self._api.model_info(timeout_s=deadline.check("answer"))
         if info.weight_version is None:
             raise UnsupportedError(f"{self._api.url} has no weight version: {since('SGLang', ['weight_version'])}")
-        self._called = info.weight_version
+        if self._called == former:  # else a step has named it meanwhile, and this may be older
+            self._called = info.weight_version
         return info
 
     def _name(self, version: str, deadline: Deadline) -> None:
@@ -368,6 +403,11 @@ class SGLangEngine(SteppedEngine):
             raise UnsupportedError(
                 f"{self._api.url} has tp {info.tp_size}, dp {info.dp_size}, pp {info.pp_size}: SGLang gives ranks of a "
                 "transfer group to tensor-parallel workers alone; run each replica as a server of its own"
+            )
+        if info.tokenizer_worker_num != 1:
+            raise UnsupportedError(
+                f"{self._api.url} has {info.tokenizer_worker_num} tokenizer workers, and each has a weight version of "
+                "its own, by which half-loaded weights are told from whole ones: start it with --tokenizer-worker-num 1"
             )
         self._world_size = info.tp_size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, TypeVar
 
-from weightsync.errors import ConfigError, EngineError, NoEnginesError, UnsupportedError
+from weightsync.errors import ConfigError, EngineError, EngineUnreachableError, NoEnginesError, UnsupportedError
 from weightsync.handles.foreign import ForeignClient
 from weightsync.handles.sglang_messages import (
     Done,
@@ -24,6 +24,7 @@ from weightsync.net.http_edge import checked_url
 from weightsync.types import Deadline
 
 _T = TypeVar("_T")
+_UNAVAILABLE = 503
 _NEEDS = "weightsync speaks the routes of SGLang 0.5.23; is this an SGLang server, and as new as that?"
 
 
@@ -65,6 +66,18 @@ class SGLangApi(ForeignClient):
     def resume(self, *, timeout_s: float) -> None:
         """Goes on with generation; no error where nothing was paused."""
         self._generation("/continue_generation", {}, timeout_s)
+
+    def is_paused(self, *, timeout_s: float) -> bool:
+        """Whether generation is paused, by whomever; False where this release does not say so."""
+        try:
+            self.answer("GET", "/ready", deadline=Deadline(timeout_s))
+        except UnsupportedError:
+            return False
+        except EngineUnreachableError:
+            raise
+        except EngineError as error:
+            return error.details.get("status") == _UNAVAILABLE
+        return False
 
     # --- weights ---
 

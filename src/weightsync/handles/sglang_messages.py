@@ -125,6 +125,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     dp_size: int = 1
     pp_size: int = 1
+    tokenizer_worker_num: int = 1
     version: str | None = None
     custom_weight_loader: tuple[str, ...] | None = None
 

@@ -46,6 +46,11 @@ class TwoKinds(SteppedEngine):
     _lora: LoraEngine
     _has: str | None = None  # "model" or "lora"; None: nobody has said so
 
+    @property
+    def how_to_take_adapters(self) -> str:
+        """How a server is started that takes them."""
+        return f"{self._lora.how_to_start}; with {self._lora.slots_option} or more"
+
     def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
         if isinstance(request, InitRequest):
             self._has = request.artifact

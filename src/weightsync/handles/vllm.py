@@ -18,7 +18,6 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -32,7 +31,7 @@ from weightsync.errors import (
     TransferAbortedError,
     WeightSyncError,
 )
-from weightsync.handles.fanout import in_thread
+from weightsync.handles.mending import Mending
 from weightsync.handles.stepped import SteppedEngine, check_choice
 from weightsync.handles.vllm_api import OfflineVllmApi, VllmHttpApi
 from weightsync.handles.vllm_messages import (
@@ -58,6 +57,7 @@ from weightsync.types import (
     StageRequest,
     Version,
 )
+from weightsync.types.engine import CHECK_RUN
 
 __all__ = ["OfflineVllmApi", "VllmEngine", "VllmHttpApi"]
 
@@ -65,8 +65,6 @@ _logger = logging.getLogger(__name__)
 
 _ALREADY = "already active"  # vLLM's words
 _AUDIT_POLL_S = 0.3
-_MEND_FIRST_S = 0.5
-_MEND_ATTEMPT_S = 20.0
 _WRITTEN_S = 2.0
 """A paused vLLM says at once how much it has written; where it does not, nobody stands still for that."""
 _MEND_MARGIN_S = 300.0  # beyond the pause's lease
@@ -114,14 +112,15 @@ class VllmEngine(SteppedEngine):
         self._patches = False  # whether the open session brings a change alone
         self._joined: str | None = None  # group of the latest init, whatever became of that
         self._pause_ends: Deadline | None = None  # until when to mend a pause of ours, if an abort could not
-        self._mending = threading.Event()  # set: stop
-        self._ending = threading.Lock()  # held while an earlier session's pause is ended
+        self._mending = Mending(self._engine_id, self._abort_once)
         self._stale_cache = False  # what is cached may be of other weights than those that serve
         self._committed: str | None = None  # the session that has, and has not resumed
         self._audits_seen: set[str] = set()
 
     def close(self) -> None:
-        self._mending.set()
+        self._mending.stop()
+        if self._paused_by is not None:  # its abort could not end that
+            self._mending.end_now(AbortRequest(session=self._paused_by, reason="its handle is closed"))
         self._api.close()
 
     # --- the steps ---
@@ -163,7 +162,7 @@ class VllmEngine(SteppedEngine):
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
         self._group, self._joined = None, request.info.group_name
-        self._mending.set()
+        self._mending.stop()
         self._session.end(TransferAbortedError("a trainer joins anew"))
         self._world_size = self._api.world_size(timeout_s=deadline.check("answer"))
         self._send_init(VllmInitMessage(init=request, in_place=self._in_place), deadline)
@@ -171,13 +170,14 @@ class VllmEngine(SteppedEngine):
         self._believe(group=request.info.group_name, run_id=request.run_id, session=None, writes_live=self._in_place)
         state = self._look(deadline)
         self._name_version(state, deadline)
-        if state.healthy and self._api.is_paused(timeout_s=deadline.check("answer")):
+        is_a_check = request.run_id.startswith(CHECK_RUN)  # which changes nothing
+        if state.healthy and not is_a_check and self._api.is_paused(timeout_s=deadline.check("answer")):
             self._stale_cache = self._clear
             self._go_on(deadline)
         self._group = request.info.group_name
 
     def _begin(self, request: BeginRequest, deadline: Deadline) -> None:
-        with self._unmended(deadline.check("answer")):
+        with self._mending.none(deadline.check("answer")):
             state = self._look(deadline)
             if state.session is not None:
                 raise SyncInProgressError(f"session {state.session} is open", version=str(request.manifest.version))
@@ -220,9 +220,9 @@ class VllmEngine(SteppedEngine):
         )
 
     def _pause(self, request: PauseRequest, deadline: Deadline) -> None:
-        self._mending.set()
+        self._mending.stop()
         try:
-            with self._unmended(min(request.timeout_s, deadline.check("answer"))):
+            with self._mending.none(min(request.timeout_s, deadline.check("answer"))):
                 pass
         finally:  # from now on this session's abort ends whatever pause there is
             self._paused_by, self._pause_ends = request.session, Deadline(request.lease_s + _MEND_MARGIN_S)
@@ -251,6 +251,8 @@ class VllmEngine(SteppedEngine):
             self._stale_cache = self._clear
             self._send_update(VllmUpdateMessage(commit=request), deadline)
             self._believe(version=version, digest=self._digest, session=None, healthy=True, written=None)
+            if not self._patches:  # a proof is the version's before, until a look says more
+                self._believe(proved=False, unprovable=UNPROVABLE)
             if self._several:
                 self._name_version(self._state, deadline)
             else:
@@ -285,38 +287,13 @@ class VllmEngine(SteppedEngine):
     def _abort(self, request: AbortRequest, deadline: Deadline) -> None:
         if self._paused_by is not None and request.session == self._joined:
             return  # a pause of this handle's run is to be ended yet: that run is not over, and goes on mending
-        self._mending.set()
+        self._mending.stop()
         try:
             self._abort_once(request, deadline)
         except WeightSyncError:
             if self._paused_by == request.session and self._pause_ends is not None:
-                self._mending = stop = threading.Event()
-                until = self._pause_ends
-                in_thread(lambda: self._mend(request, stop, until), name=f"weightsync-mend-{self._engine_id}")
+                self._mending.begin(request, self._pause_ends)
             raise
-
-    @contextlib.contextmanager
-    def _unmended(self, wait_s: float) -> Iterator[None]:
-        """While the body runs, nothing of an earlier session is ended; waits for that so long."""
-        if not self._ending.acquire(timeout=wait_s):
-            raise DeadlineExceededError(f"an earlier session was not ended in {wait_s:g} s", state_left="as it was")
-        try:
-            yield
-        finally:
-            self._ending.release()
-
-    def _mend(self, request: AbortRequest, stop: threading.Event, until: Deadline) -> None:
-        """Ends a pause of ours that the abort could not end, e.g. because a commit kept vLLM busy: it has no lease."""
-        wait_s = _MEND_FIRST_S
-        while not until.expired and not stop.wait(wait_s):
-            try:
-                with self._ending:
-                    self._abort_once(request, Deadline(_MEND_ATTEMPT_S), stop)
-            except WeightSyncError as error:
-                _logger.warning("engine %s: a pause of ours could not be ended yet: %s", self._engine_id, error)
-            else:
-                return
-            wait_s = min(2 * wait_s, _MEND_ATTEMPT_S)
 
     def _abort_once(self, request: AbortRequest, deadline: Deadline, stop: threading.Event | None = None) -> None:
         ours = self._session.end(TransferAbortedError(f"aborted: {request.reason}"), name=request.session)
@@ -409,7 +386,10 @@ class VllmEngine(SteppedEngine):
 
     def _go_on(self, deadline: Deadline) -> None:
         self._drop_stale_cache(deadline)
-        self._api.resume(timeout_s=deadline.check("answer"))
+        if not self._api.resume(timeout_s=deadline.check("answer")):
+            _logger.info(
+                "engine %s sleeps: it goes on when whoever put it to sleep has woken all of it", self._engine_id
+            )
         self._paused_by = None
 
     def _drop_stale_cache(self, deadline: Deadline) -> None:

@@ -106,8 +106,17 @@ class VllmHttpApi(JsonClient):
         """Stops generation; returns when it stands."""
         self._call("POST", "/pause", timeout_s, params={"mode": mode, "clear_cache": clear_cache})
 
-    def resume(self, *, timeout_s: float) -> None:
-        self._call("POST", "/resume", timeout_s)
+    def resume(self, *, timeout_s: float) -> bool:
+        """Goes on with generation; False where vLLM sleeps, and goes on when all its memory is there again. Releases
+        whose wake-up does not say so, or leaves out scheduling, have `/resume` alone.
+        """
+        deadline = Deadline(timeout_s)
+        with contextlib.suppress(UnsupportedError):
+            said = self._call("POST", "/wake_up", deadline.remaining_s, params={"tags": "scheduling"}).get("status")
+            if said in ("awake", "sleeping"):
+                return bool(said == "awake")
+        self._call("POST", "/resume", deadline.check("answer"))
+        return True
 
     def reset_prefix_cache(self, *, timeout_s: float) -> bool:
         """Drops every prefix and KV entry, running requests' too (they are computed anew); whether it worked."""
@@ -288,16 +297,22 @@ class OfflineVllmApi:
 
         self._call("sleep", sleep, timeout_s)
 
-    def resume(self, *, timeout_s: float) -> None:
-        def wake_up() -> None:
-            self._llm.wake_up(tags=["scheduling"])
-            self.lock.paused = False
+    def resume(self, *, timeout_s: float) -> bool:
+        """See `VllmHttpApi.resume`."""
 
-        self._call("wake_up", wake_up, timeout_s)
+        def wake_up() -> bool:
+            is_awake = self._llm.wake_up(tags=["scheduling"]) is not False  # older releases say nothing
+            self.lock.paused = not is_awake
+            return is_awake
+
+        return self._call("wake_up", wake_up, timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float) -> bool:
         def reset() -> bool:
-            return bool(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+            is_done = bool(self._llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True))
+            if hasattr(self._llm.llm_engine, "reset_encoder_cache"):  # of images: its `sleep` at level 0 keeps them
+                self._llm.llm_engine.reset_encoder_cache()
+            return is_done
 
         return self._call("reset_prefix_cache", reset, timeout_s)
 

@@ -105,6 +105,31 @@ def test_an_export_needs_a_folder_with_a_name(out: str, tmp_path: Path, monkeypa
     assert (code, f"{out} is no name of a new folder" in text) == (2, True), text
 
 
+def test_an_export_into_a_link_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    """Seen red: it failed behind the whole download."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    code, output = run("export", "http://127.0.0.1:1", tmp_path / "out")
+    assert (code, "is a link" in output) == (2, True), output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("export", "http://127.0.0.1:1", "out", "--shard-gb", "nan"),
+        ("export", "http://127.0.0.1:1", "out", "--shard-gb", "inf"),
+        ("agent", ".", "--every-s", "nan"),
+        ("status", "http://127.0.0.1:1", "--timeout-s", "nan"),
+        ("doctor", "--model-gb", "nan"),
+    ],
+)
+def test_what_is_no_number_is_in_no_range(words: tuple[str, ...]) -> None:
+    """Seen red: a traceback behind the download, or a loop that keeps a core busy."""
+    code, output = run(*words)
+    assert code == 2, output
+    assert "Input should be" in output
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_the_terminal_has_no_letters_for_is_spelled_out(encoding: str, tmp_path: Path) -> None:
     """Seen red: a UnicodeEncodeError with a traceback, when all was done."""

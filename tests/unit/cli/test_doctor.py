@@ -87,6 +87,18 @@ def test_a_vllm_that_nobody_will_resume(tmp_path: Path, monkeypatch: pytest.Monk
     assert f"wrong {url} It is paused, no version is being loaded" in text, text
 
 
+def test_an_sglang_that_nobody_will_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own route. Seen red: it was well."""
+    monkeypatch.setattr(faces, "_PAUSE_S", 0.01)
+    server = SGLangServer(write_checkpoint(tmp_path, 0))
+    with contextlib.closing(server):
+        url = server.start()
+        server.paused = "retract"
+        code, text = doctor(url)
+    assert code == 1
+    assert f"curl -X POST {url}/continue_generation" in text, text
+
+
 def test_an_sglang_that_lacks_something(tmp_path: Path) -> None:
     """The bracket around updates is not missed: releases before 0.5.21 need none."""
     server = SGLangServer(write_checkpoint(tmp_path, 0))

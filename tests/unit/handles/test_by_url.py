@@ -126,6 +126,32 @@ def test_a_silent_server_is_asked_for_as_long_as_was_said_and_once() -> None:
             engine_at(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=1.0)
 
 
+@pytest.mark.parametrize(("status", "comes"), [(502, True), (503, True), (500, False)])
+def test_an_engine_whose_proxy_answers_for_it_is_not_there_yet(status: int, comes: bool) -> None:
+    """Seen red: `weightsync serve` ended where a sidecar said that vLLM was still starting."""
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_OPTIONS = do_GET  # noqa: N815
+
+    proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{proxy.server_port}"
+    try:
+        for text, must_answer in ((f"vllm+{url}", True), (url, False)):
+            with pytest.raises(EngineError):
+                engine_at(text, must_answer=must_answer)
+        with contextlib.nullcontext() if comes else pytest.raises(EngineError):
+            engine_at(f"vllm+{url}", must_answer=False).close()  # type: ignore[attr-defined]
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
+
+
 def test_an_engine_that_is_not_there_yet() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EngineUnreachableError, match="vllm\\+http"):

@@ -16,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.multiproc.pull_kit import wait_until
 from tests.standins.sglang_server import Failure, SGLangServer
 from tests.standins.sglang_workers import SGLangWorkers
 from tests.unit.handles.sglang_kit import NAMES, SHAPE, weights, write_checkpoint
 from weightsync.control.methods.push import PushMethod
 from weightsync.errors import ConfigError, DeadlineExceededError, SyncFailedError, UnsupportedError, WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
+from weightsync.handles import mending
 from weightsync.handles.fanout import in_thread
 from weightsync.handles.sglang import LOADING, SGLangApi, SGLangEngine
 from weightsync.handles.sglang_loads import is_dense
@@ -309,6 +311,71 @@ def look_fails(engine: SGLangEngine, server: SGLangServer) -> None:
     engine._pause = fails  # type: ignore[method-assign]
 
 
+def test_an_abort_that_was_not_heard_is_made_good(
+    server: SGLangServer, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was loaded yet. Seen red: it stayed paused behind that, whatever the next sync did."""
+    assert trainer.sync(1) == 1
+    for how in ("by itself", "by the next init", "at the end"):
+        monkeypatch.setattr(mending, "_FIRST_S", 0.05 if how == "by itself" else 60.0)
+        with unheard(server, trainer):
+            assert state(server)[:2] == ("retract", LOADING)
+        if how == "by the next init":
+            server.fail("/begin_weight_update", "error")
+            with pytest.raises(SyncFailedError):
+                trainer.sync(3)
+        elif how == "at the end":
+            trainer.close()
+        wait_until(lambda: state(server) == (None, "run/1", False), how, 20)
+        assert held(server) == weights(1)
+
+
+@contextlib.contextmanager
+def unheard(server: SGLangServer, trainer: Trainer) -> Iterator[None]:
+    """A sync that fails before it has loaded anything, and whose abort does not come through."""
+    engine, take_back = trainer.engine, trainer.engine._take_back
+
+    def fails(*_: Any) -> None:
+        raise DeadlineExceededError("no answer")
+
+    engine._take_back = fails  # type: ignore[method-assign]
+    server.fail("/begin_weight_update", "error")
+    with pytest.raises(SyncFailedError):
+        trainer.sync(2)
+    yield
+    engine._take_back = take_back  # type: ignore[method-assign]
+
+
+def test_one_that_stands_still_is_not_said_to_serve(server: SGLangServer) -> None:
+    """Nobody will tell it to go on: `status` says so. Seen red: it was well."""
+    server.paused = "retract"
+    with contextlib.closing(SGLangEngine(SGLangApi(server.url))) as engine:
+        reply = engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+        assert (reply.serving, reply.left_paused) == (False, True)
+        server.weight_version = LOADING
+        reply = engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+        assert (reply.serving, reply.left_paused) == (False, False), "somebody loads it, perhaps"
+        server.paused, server.weight_version = None, "run/1"
+        reply = engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+        assert (reply.serving, reply.left_paused) == (True, False)
+
+
+def test_an_older_answer_is_not_noted_over_what_a_step_has_done(server: SGLangServer) -> None:
+    """Seen red: an abort then thought that the server had its old name, and resumed it inside a bracket."""
+    with contextlib.closing(SGLangEngine(SGLangApi(server.url))) as engine:
+        engine.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+        asked = engine._api.model_info
+
+        def late(**options: Any) -> Any:
+            answer = asked(**options)
+            engine._name(LOADING, Deadline(5))
+            return answer
+
+        engine._api.model_info = late  # type: ignore[method-assign]
+        engine._look(Deadline(5))
+        assert engine._called == LOADING
+
+
 def test_a_pause_that_a_dead_trainer_left_ends_where_the_weights_are_whole(server: SGLangServer) -> None:
     server.paused = "retract"
     with contextlib.closing(Trainer(server.url)) as heir:
@@ -452,10 +519,18 @@ def test_which_buckets_sglang_unpacks(offsets: tuple[int, ...], bucket_bytes: in
     assert is_dense(update) is dense
 
 
-@pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"pp_size": 2}])
-def test_replicas_in_one_server_are_refused(tmp_path: Path, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "cure"),
+    [
+        ({"dp_size": 2}, "a server of its own"),
+        ({"pp_size": 2}, "a server of its own"),
+        ({"tokenizer_workers": 2}, "--tokenizer-worker-num 1"),
+    ],
+)
+def test_replicas_in_one_server_are_refused(tmp_path: Path, sizes: dict[str, Any], cure: str) -> None:
+    """And front ends that call the same weights differently: by the name half-loaded ones are known."""
     server = SGLangServer(write_checkpoint(tmp_path, 0), **sizes)
     with contextlib.closing(server), contextlib.closing(SGLangApi(server.start())) as api:
-        with pytest.raises(UnsupportedError, match="a server of its own"):
+        with pytest.raises(UnsupportedError, match=cure):
             SGLangEngine(api).call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
         assert server.calls == []

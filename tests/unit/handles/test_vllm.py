@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -29,10 +30,11 @@ from weightsync.errors import (
     TransferAbortedError,
     UnsupportedError,
 )
-from weightsync.handles import vllm as vllm_client
+from weightsync.handles import mending
 from weightsync.handles.vllm import VllmEngine, VllmHttpApi
 from weightsync.handles.vllm_api import OfflineVllmApi
 from weightsync.handles.vllm_messages import (
+    UNPROVABLE,
     VllmAudit,
     VllmInitMessage,
     VllmState,
@@ -63,6 +65,7 @@ from weightsync.types import (
     UpdateRequest,
     Version,
 )
+from weightsync.types.engine import CHECK_RUN
 
 VERSION = Version(run_id="run/a", number=7)
 MANIFEST = Manifest(version=VERSION, model_id="m", tensors=(TensorSpec(name="w", dtype="float32", shape=(2,)),))
@@ -400,9 +403,10 @@ class Engine:
     def pause(self, *_: Any, **__: Any) -> None:
         self.paused = True
 
-    def resume(self, **_: Any) -> None:
+    def resume(self, **_: Any) -> bool:
         self.paused = False
         self.resumed.set()
+        return True
 
     def init_engine(self, info: dict[str, Any], **_: Any) -> None:
         if self.busy:
@@ -551,7 +555,7 @@ def aborted_while_busy(handle: VllmEngine, api: Engine, session: str) -> None:
 
 def test_a_pause_that_the_abort_could_not_end_is_ended_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a slow commit. And not by a handle that was superseded meanwhile."""
-    monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 0.05)
+    monkeypatch.setattr(mending, "_FIRST_S", 0.05)
     api = Engine()
     handle = joined(api, "run")
     aborted_while_busy(handle, api, "s")
@@ -574,9 +578,77 @@ def test_a_pause_that_the_abort_could_not_end_is_ended_later(monkeypatch: pytest
     assert api.paused
 
 
+def test_a_handle_that_is_closed_ends_its_pause_first(caplog: pytest.LogCaptureFixture) -> None:
+    """As where the error of a failed step ends the block. Seen red: closing stopped what was to end it, before its
+    first try, and vLLM answered nobody any more."""
+    api = Engine()
+    handle = joined(api, "run")
+    aborted_while_busy(handle, api, "s")
+    api.busy = False
+    handle.close()
+    assert not api.paused
+
+    api = Engine()
+    handle = joined(api, "run")
+    aborted_while_busy(handle, api, "s")
+    handle.close()
+    assert api.paused
+    assert "engine run may stand still: a pause of ours was not ended: busy" in caplog.text
+
+
+def test_a_check_ends_nobodys_pause() -> None:
+    """Seen red: `weightsync check` told a vLLM to go on that its owner had paused."""
+    api = Engine()
+    api.paused = True
+    joined(api, f"{CHECK_RUN}-1")
+    assert api.paused
+    joined(api, "run")
+    assert not api.paused, "a trainer ends a pause that a dead one has left"
+
+
+def test_a_proof_of_the_version_before_is_none_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it stood beside the new version's digest where vLLM did not say in time what it serves."""
+    api, handle = committed()
+    api.state = msgspec.structs.replace(api.state, proved=True)
+    handle.call(EngineOp.DESCRIBE, DescribeRequest(), timeout_s=5)
+    handle.call(EngineOp.RESUME, ResumeRequest(session="s"), timeout_s=5)
+    begun(handle, "t")
+    api.state = msgspec.structs.replace(api.state, proved=False)
+    handle.call(EngineOp.COMMIT, CommitRequest(session="t"), timeout_s=5)
+    monkeypatch.setattr(handle, "_look", lambda *_, **__: raises(DeadlineExceededError("busy")))
+    reply = handle.call(EngineOp.RESUME, ResumeRequest(session="t"), timeout_s=5)
+    assert (reply.digests_equal, reply.unprovable) == (None, UNPROVABLE)
+
+
+def raises(error: Exception) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("said", "is_awake", "asked"),
+    [
+        ((200, '{"status": "awake"}'), True, []),
+        ((200, '{"status": "sleeping"}'), False, []),
+        ((200, ""), True, ["/resume"]),
+        ((404, "{}"), True, ["/resume"]),
+    ],
+)
+def test_a_vllm_that_sleeps_is_not_told_to_go_on(
+    server: tuple[str, dict[str, tuple[int, str]]], said: tuple[int, str], is_awake: bool, asked: list[str]
+) -> None:
+    """Its memory is not there. Seen red: /resume scheduled requests all the same. Releases that don't say whether they
+    sleep have that alone."""
+    url, told = server
+    told["/wake_up"] = said
+    if asked:
+        told["/resume"] = (200, "{}")
+    with contextlib.closing(VllmHttpApi(url)) as api:
+        assert api.resume(timeout_s=5) is is_awake
+
+
 def test_the_next_pause_waits_for_the_end_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: the resume of the earlier one lifted it."""
-    monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 0.05)
+    monkeypatch.setattr(mending, "_FIRST_S", 0.05)
     api = Engine()
     handle = joined(api, "run")
     aborted_while_busy(handle, api, "s")
@@ -626,7 +698,7 @@ def test_a_pause_that_comes_behind_the_resume_of_its_abort_is_ended() -> None:
 def test_a_pause_that_fails_does_not_let_go_on_with_the_cache_of_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds vLLM paused for a cache that an earlier commit could not drop, and fails for the same reason. Seen red:
     vLLM was told to go on, on the new weights with keys and values of the old ones."""
-    monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 60.0)
+    monkeypatch.setattr(mending, "_FIRST_S", 60.0)
     api = Engine()
     handle = joined(api, "run")
     begun(handle, "s")
@@ -678,18 +750,18 @@ def test_a_pause_that_can_not_wait_for_the_end_of_an_earlier_one_is_its_own_abor
     handle = joined(api, "run")
     begun(handle, "s", paused=False)
     api.paused = True
-    with handle._ending, pytest.raises(DeadlineExceededError, match="was not ended in"):
+    with handle._mending._ending, pytest.raises(DeadlineExceededError, match="was not ended in"):
         handle.call(EngineOp.PAUSE, PauseRequest(session="s", timeout_s=0.1, lease_s=5.0), timeout_s=5)
     handle.call(EngineOp.ABORT, AbortRequest(session="s", reason="no pause"), timeout_s=5)
     assert not api.paused
-    with handle._ending, pytest.raises(DeadlineExceededError, match="was not ended in"):
+    with handle._mending._ending, pytest.raises(DeadlineExceededError, match="was not ended in"):
         handle.call(EngineOp.BEGIN, BeginRequest(session="t", manifest=MANIFEST, deadline_s=5.0), timeout_s=0.1)
     begun(handle, "t")
 
 
 def test_a_trainer_that_ends_leaves_the_ending_of_its_pause_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: its goodbye ended what was to end the pause, and made the run nobody's: vLLM stayed paused."""
-    monkeypatch.setattr(vllm_client, "_MEND_FIRST_S", 0.2)
+    monkeypatch.setattr(mending, "_FIRST_S", 0.2)
     api = Engine()
     handle = joined(api, "run")
     aborted_while_busy(handle, api, "s")

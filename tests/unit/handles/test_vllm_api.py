@@ -150,6 +150,27 @@ def test_who_wakes_it_up_by_hand_may_generate(waits: bool) -> None:
     assert gets_it(api)
 
 
+def test_one_of_which_memory_sleeps_stays_paused() -> None:
+    """Until all of it was woken up: it says so. Seen red: it was taken for awake, and `generate` never ended."""
+    llm = Llm()
+    llm.wake_up = lambda **_: False  # type: ignore[method-assign, assignment, return-value]
+    api = OfflineVllmApi(llm)
+    api.pause("keep", clear_cache=True, timeout_s=SOON_S)
+    assert api.resume(timeout_s=SOON_S) is False
+    assert not gets_it(api, within_s=0.05)
+    llm.awake.set()
+    assert gets_it(api)
+
+
+def test_what_was_computed_of_images_is_dropped_with_prefixes() -> None:
+    """Seen red: an image that was seen before a sync entered with the old weights' embedding."""
+    llm, dropped = Llm(), []
+    llm.llm_engine.reset_encoder_cache = lambda: dropped.append("images")
+    llm.reset_prefix_cache = lambda **_: dropped.append("prefixes") or True  # type: ignore[attr-defined]
+    assert OfflineVllmApi(llm).reset_prefix_cache(timeout_s=SOON_S)
+    assert dropped == ["prefixes", "images"]
+
+
 def test_an_engine_that_hangs_keeps_no_call_from_its_deadline() -> None:
     """A user waits for its end meanwhile. Seen red: it asked under the lock, and no call ended."""
     llm, answers, asked = Llm(), threading.Event(), threading.Event()

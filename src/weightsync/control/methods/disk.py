@@ -231,7 +231,8 @@ class DiskMethod(SyncMethod):
         if self._served_model is None:
             return
         served = served_models(known.url, token=self._token, timeout_s=_PROBE_S)
-        if served is not None and self._served_model not in served:
+        loaded = f"{self._engine_root}/"  # SGLang is called by the folder that it has loaded
+        if served is not None and self._served_model not in served and not any(n.startswith(loaded) for n in served):
             raise ConfigError(
                 f"inference_service.model is {self._served_model!r}, and {known.url} serves {', '.join(served)}",
                 peer=known.url,

@@ -555,6 +555,9 @@ def test_a_server_that_the_configuration_does_not_mean_is_refused_before_anythin
         with pytest.raises(ConfigError, match=r"model is 'llama', and http://\S+ serves qwen, qwen-lora"):
             place.method(url, served_model="llama").initialize()
     assert server.called(*GATE) == []
+    ((again,), _), loaded = place.sglang(1), {"object": "list", "data": [{"id": f"{place.folder.root}/actor/run/1"}]}
+    again.app.add_api_route("/v1/models", lambda: loaded)
+    assert place.method(again, served_model="llama").sync_weights("actor", v(1)) == 1, "it is called by what it loaded"
     assert place.method(router, backend="sglang", served_model="qwen").sync_weights("actor", v(1)) == 1
     with pytest.raises(ConfigError, match=r"backend is 'sglang', and http://\S+ is vllm"):
         place.method(other, backend="sglang").initialize()
