@@ -125,6 +125,7 @@ class SGLangEngine(SteppedEngine):
         self._load: SGLangLoad | None = None  # of the latest init
         self._begun: BeginRequest | None = None
         self._called: str | None = None  # the weights, as this handle has last seen or named them
+        self._unsure = False  # whether it has heard the name that it was given last
         self._before: str | None = None  # the same, before the session that is loading
         self._checksum: str | None = None  # of what was loaded last
         self._digest: tuple[str, str | None] | None = None  # the same: its version, and the publication's digest
@@ -146,14 +147,9 @@ class SGLangEngine(SteppedEngine):
         former = self._called
         if self._look(deadline).weight_version != former:
             self._group = None  # it was started again, or somebody else has loaded something
-        paused = self._api.is_paused(timeout_s=deadline.check("answer"))
-        reply = self._reply(drain=False)
-        return msgspec.structs.replace(
-            reply,
-            leased=False,
-            serving=reply.serving and not paused,
-            left_paused=paused and self._whole and self._paused_by is None,
-        )
+        paused, reply = self._api.is_paused(timeout_s=deadline.check("answer")), self._reply(drain=False)
+        left = paused and self._whole and self._paused_by is None
+        return msgspec.structs.replace(reply, leased=False, serving=reply.serving and not paused, left_paused=left)
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
         load = self._load_for(request)
@@ -161,9 +157,9 @@ class SGLangEngine(SteppedEngine):
         self._session.end(TransferAbortedError("a trainer joins anew"))
         self._count_workers(deadline)
         self._group = None
-        if self._paused_by is not None and not self._is_half_loaded:  # its abort was not heard
+        if (unheard := self._paused_by) is not None and not self._is_half_loaded:  # the abort of that session
             with self._alone(deadline):
-                self._take_back(AbortRequest(session=self._paused_by, reason="a trainer joins anew"), deadline)
+                self._take_back(AbortRequest(session=unheard, reason="a trainer joins anew"), deadline)
         load.join(self._world_size, deadline)
         try:
             self._look(deadline)
@@ -304,8 +300,9 @@ class SGLangEngine(SteppedEngine):
         """Ends what a session has done to the server."""
         if self._paused_by != request.session:
             return
-        if self._called != LOADING:
-            self._look(deadline)  # it may have heard a name whose answer was lost
+        if self._unsure:
+            self._look(deadline)
+            self._unsure = False
         if self._called == LOADING and self._load is not None:
             self._load.abort(request, deadline)
             if not self._load.touched and self._look(deadline).weight_version != LOADING:
@@ -394,8 +391,9 @@ class SGLangEngine(SteppedEngine):
         return info
 
     def _name(self, version: str, deadline: Deadline) -> None:
+        self._unsure = True
         self._api.set_version(version, timeout_s=deadline.check("answer"))
-        self._called = version
+        self._called, self._unsure = version, False
 
     def _count_workers(self, deadline: Deadline) -> None:
         info = self._api.server_info(timeout_s=deadline.check("answer"))
@@ -406,8 +404,8 @@ class SGLangEngine(SteppedEngine):
             )
         if info.tokenizer_worker_num != 1:
             raise UnsupportedError(
-                f"{self._api.url} has {info.tokenizer_worker_num} tokenizer workers, and each has a weight version of "
-                "its own, by which half-loaded weights are told from whole ones: start it with --tokenizer-worker-num 1"
+                f"{self._api.url} has {info.tokenizer_worker_num} tokenizer workers, each with a weight version of its "
+                "own, by which half-loaded weights are known: start it with --tokenizer-worker-num 1"
             )
         self._world_size = info.tp_size
 

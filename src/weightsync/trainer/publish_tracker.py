@@ -120,8 +120,8 @@ class PublishTracker:
     def behind(self, version: int, *, wait_s: float = 0.0) -> tuple[str, ...] | None:
         """Who keeps up, and has not fetched that version, or a newer one, yet; None where nobody has begun to.
 
-        Who has fetched one of the last two versions that anybody has fetched keeps up, and whoever is at the first one
-        of his: others have ended, or hang.
+        Who has fetched one of the last two versions that anybody has fetched keeps up, and whoever is at a first pull:
+        others have ended, or hang.
 
         Args:
             version: its number.

@@ -376,6 +376,15 @@ def test_an_older_answer_is_not_noted_over_what_a_step_has_done(server: SGLangSe
         assert engine._called == LOADING
 
 
+def test_a_name_that_was_heard_though_its_answer_was_lost_is_taken_back(server: SGLangServer, trainer: Trainer) -> None:
+    """Seen red: the server went on under the name of a load, of no version."""
+    assert trainer.sync(1) == 1
+    server.fail("/update_weight_version", "drop", after=True)
+    with pytest.raises(SyncFailedError):
+        trainer.sync(2)
+    assert (held(server), state(server)) == (weights(1), (None, "run/1", False))
+
+
 def test_a_pause_that_a_dead_trainer_left_ends_where_the_weights_are_whole(server: SGLangServer) -> None:
     server.paused = "retract"
     with contextlib.closing(Trainer(server.url)) as heir:
