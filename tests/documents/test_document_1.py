@@ -271,7 +271,13 @@ def test_a_request_is_created_from_a_chunk_and_parsed_from_a_dict(
     assert strategy().get_request_type() is kind
     assert (request.names, request.dtypes, request.shapes) == (("a", "b"), ("float32", "float32"), ((3,), (2, 2)))
     request_dict = msgspec.to_builtins(request)
-    assert receiver().parse_request(request_dict).update == request
+    parsed = receiver().parse_request(request_dict)
+    assert isinstance(parsed, kind)
+    assert parsed == request
+    assert isinstance(run(strategy().create_sender()), sender)
+    info = EmptyWeightSyncInfo(strategy=strategy.name, group_name="g")
+    if kind is not BroadcastWeightUpdateRequest:
+        assert isinstance(run(strategy().create_receiver(None, info, 1)), receiver)
     with pytest.raises(InvalidRequestError):
         receiver().parse_request({**request_dict, "shapes": [[3], [1 << 60, 1 << 60]]})
     for garbage in ({"op": "format_disk"}, {**request_dict, "names": 5}, {"op": "begin", "session": 1}):

@@ -321,7 +321,7 @@ class TransferAgent:
         return json_of(
             {
                 "modes": [mode for mode in MODES if mode != "delta" or self._deltas.can_be_made],
-                "transports": list(Transport),
+                "transports": [Transport.SHM, Transport.TCP],
                 "host_nonce": self._nonce,
                 "delta_ready": bool(kept),
                 "delta_codec_ready": self._deltas.codec_ready,

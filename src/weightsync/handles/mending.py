@@ -47,9 +47,10 @@ class Mending:
     def end_now(self, request: AbortRequest) -> None:
         """A last attempt, in this thread: its handle is closed."""
         self.stop()
+        deadline = Deadline(_LAST_S)
         try:
             with self.none(_LAST_S):
-                self._end(request, Deadline(_LAST_S), None)
+                self._end(request, deadline, None)
         except WeightSyncError as error:
             _logger.warning("engine %s may stand still: a pause of ours was not ended: %s", self._engine_id, error)
 

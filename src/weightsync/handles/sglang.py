@@ -38,7 +38,6 @@ from weightsync.errors import (
     UnsupportedError,
     WeightSyncError,
 )
-from weightsync.handles.mending import Mending
 from weightsync.handles.releases import since
 from weightsync.handles.sglang_api import SGLangApi, SGLangRouter
 from weightsync.handles.sglang_loads import FileLoad, GroupLoad, MappedLoad, SGLangLoad
@@ -74,7 +73,6 @@ _WHOLE_IN_EACH = ("input_layernorm.weight", "post_attention_layernorm.weight", "
 
 LoadBy: TypeAlias = Literal["file", "tensor"]
 _CLOSE_S = 5.0
-_MEND_S = 300.0
 
 
 class SGLangEngine(SteppedEngine):
@@ -125,17 +123,13 @@ class SGLangEngine(SteppedEngine):
         self._load: SGLangLoad | None = None  # of the latest init
         self._begun: BeginRequest | None = None
         self._called: str | None = None  # the weights, as this handle has last seen or named them
-        self._unsure = False  # whether it has heard the name that it was given last
+        self._unsure = False  # whether it has heard that it is being loaded
         self._before: str | None = None  # the same, before the session that is loading
         self._checksum: str | None = None  # of what was loaded last
         self._digest: tuple[str, str | None] | None = None  # the same: its version, and the publication's digest
         self._turning = threading.Lock()  # held while a session is paused for, or taken back
-        self._mending = Mending(self._engine_id, self._mend)
 
     def close(self) -> None:
-        self._mending.stop()
-        if self._paused_by is not None and not self._is_half_loaded:  # its abort could not end that
-            self._mending.end_now(AbortRequest(session=self._paused_by, reason="its handle is closed"))
         if isinstance(self._load, (FileLoad, MappedLoad)):
             self._load.leave(Deadline(_CLOSE_S))
         self._api.close()
@@ -153,13 +147,9 @@ class SGLangEngine(SteppedEngine):
 
     def _init(self, request: InitRequest, deadline: Deadline) -> None:
         load = self._load_for(request)
-        self._mending.stop()
         self._session.end(TransferAbortedError("a trainer joins anew"))
         self._count_workers(deadline)
         self._group = None
-        if (unheard := self._paused_by) is not None and not self._is_half_loaded:  # the abort of that session
-            with self._alone(deadline):
-                self._take_back(AbortRequest(session=unheard, reason="a trainer joins anew"), deadline)
         load.join(self._world_size, deadline)
         try:
             self._look(deadline)
@@ -278,22 +268,11 @@ class SGLangEngine(SteppedEngine):
             self._group = None  # a worker may sit in a broadcast still: the next sync builds another
         ends = self._load is not None and self._load.name == request.session  # its trainer does
         if ends or self._paused_by == request.session:
-            self._mending.stop()
-            try:
-                with self._alone(deadline):  # who takes back what a pause did needs the load for it
-                    load, self._load = self._load, None if ends else self._load
-                    if ends and load is not None:
-                        self._group = None
-                        load.leave(deadline)
-                    self._take_back(request, deadline)
-            except WeightSyncError:
-                if self._paused_by == request.session:
-                    self._mending.begin(request, Deadline(_MEND_S))
-                raise
-
-    def _mend(self, request: AbortRequest, deadline: Deadline, stop: threading.Event | None) -> None:
-        with self._alone(deadline):
-            if stop is None or not stop.is_set():
+            with self._alone(deadline):  # who takes back what a pause did needs the load for it
+                load, self._load = self._load, None if ends else self._load
+                if ends and load is not None:
+                    self._group = None
+                    load.leave(deadline)
                 self._take_back(request, deadline)
 
     def _take_back(self, request: AbortRequest, deadline: Deadline) -> None:
@@ -308,7 +287,8 @@ class SGLangEngine(SteppedEngine):
             if not self._load.touched and self._look(deadline).weight_version != LOADING:
                 self._lose()  # it was started again: the former name would be wrong
                 return
-        if self._is_half_loaded:  # it stays paused, under a name that says so
+        touched = self._load is not None and self._load.touched
+        if touched or self._before == LOADING:  # half-loaded: it stays paused, under a name that says so
             if self._called != LOADING:
                 self._name(LOADING, deadline)
             return
@@ -318,10 +298,6 @@ class SGLangEngine(SteppedEngine):
         self._paused_by = None
 
     # --- what the steps share ---
-
-    @property
-    def _is_half_loaded(self) -> bool:
-        return (self._load is not None and self._load.touched) or self._before == LOADING
 
     @property
     def _way(self) -> SGLangLoad:
@@ -391,7 +367,7 @@ class SGLangEngine(SteppedEngine):
         return info
 
     def _name(self, version: str, deadline: Deadline) -> None:
-        self._unsure = True
+        self._unsure = version == LOADING
         self._api.set_version(version, timeout_s=deadline.check("answer"))
         self._called, self._unsure = version, False
 

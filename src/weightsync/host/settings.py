@@ -126,7 +126,7 @@ class RolloutConfig:
                 "add --lease FILE (serve.lease in YAML, lease=FILE of serve). By classes: RolloutConfig(controller=URL"
                 ", lease=ServingLease(FILE)), and its engines EmbeddedEngine.of(loader, lease=LeaseReader(FILE))"
             )
-        if self.transport not in (None, *Transport):
+        if self.transport not in (None, Transport.TCP, Transport.SHM):
             raise ConfigError(f"transport is tcp or shm, not {self.transport!r}")
         if self.poll_s is not None:
             check_wait_s("poll_s", self.poll_s)

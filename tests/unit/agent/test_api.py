@@ -164,6 +164,7 @@ def test_a_transfer_is_told_from_its_beginning(beside: Beside) -> None:
     assert beside.told() == ("published", 1)
     with contextlib.closing(AgentClient(beside.agent.endpoint, token=TOKEN)) as client:
         client.register(RegisterRequest(receiver_id="r"))
+        assert client.capabilities()["transports"] == ["shm", "tcp"], "a store is no agent's"
         grant = client.request_transfer(TransferRequest(receiver_id="r", model_id="m"))
         assert beside.told() == ("begun", 1)
         client.finish_transfer(FinishRequest(transfer_id=grant.transfer_id, ok=True))

@@ -16,14 +16,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.multiproc.pull_kit import wait_until
 from tests.standins.sglang_server import Failure, SGLangServer
 from tests.standins.sglang_workers import SGLangWorkers
 from tests.unit.handles.sglang_kit import NAMES, SHAPE, weights, write_checkpoint
 from weightsync.control.methods.push import PushMethod
 from weightsync.errors import ConfigError, DeadlineExceededError, SyncFailedError, UnsupportedError, WeightSyncError
 from weightsync.extract.module import ModuleWeightExtractor
-from weightsync.handles import mending
 from weightsync.handles.fanout import in_thread
 from weightsync.handles.sglang import LOADING, SGLangApi, SGLangEngine
 from weightsync.handles.sglang_loads import is_dense
@@ -309,41 +307,6 @@ def look_fails(engine: SGLangEngine, server: SGLangServer) -> None:
         pause(request, deadline)
 
     engine._pause = fails  # type: ignore[method-assign]
-
-
-def test_an_abort_that_was_not_heard_is_made_good(
-    server: SGLangServer, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing was loaded yet. Seen red: it stayed paused behind that, whatever the next sync did."""
-    assert trainer.sync(1) == 1
-    for how in ("by itself", "by the next init", "at the end"):
-        monkeypatch.setattr(mending, "_FIRST_S", 0.05 if how == "by itself" else 60.0)
-        with unheard(server, trainer):
-            assert state(server)[:2] == ("retract", LOADING)
-        if how == "by the next init":
-            server.fail("/begin_weight_update", "error")
-            with pytest.raises(SyncFailedError):
-                trainer.sync(3)
-        elif how == "at the end":
-            trainer.close()
-        wait_until(lambda: state(server) == (None, "run/1", False), how, 20)
-        assert held(server) == weights(1)
-
-
-@contextlib.contextmanager
-def unheard(server: SGLangServer, trainer: Trainer) -> Iterator[None]:
-    """A sync that fails before it has loaded anything, and whose abort does not come through."""
-    engine, take_back = trainer.engine, trainer.engine._take_back
-
-    def fails(*_: Any) -> None:
-        raise DeadlineExceededError("no answer")
-
-    engine._take_back = fails  # type: ignore[method-assign]
-    server.fail("/begin_weight_update", "error")
-    with pytest.raises(SyncFailedError):
-        trainer.sync(2)
-    yield
-    engine._take_back = take_back  # type: ignore[method-assign]
 
 
 def test_one_that_stands_still_is_not_said_to_serve(server: SGLangServer) -> None:

@@ -121,6 +121,7 @@ def test_a_service_that_polls_needs_no_notifications(world: World, waits: bool) 
         ({"transport": "rdma"}, "tcp or shm"),
         ({"mode": "patch"}, "mode"),
         ({"patch_limit": 2.0}, "patch_limit"),
+        ({"transport": "store"}, "transport is tcp or shm"),
         ({"poll_s": 0}, "poll_s"),
     ],
 )

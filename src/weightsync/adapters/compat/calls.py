@@ -79,6 +79,12 @@ async def in_thread(step: Callable[[], _T], pool: Executor | None = None) -> _T:
     return await asyncio.get_running_loop().run_in_executor(pool, context.run, _on_this_gpu(step))
 
 
+def arguments_of(actor: Any, method: str) -> list[str] | None:
+    """The names of a method's arguments; None where Ray does not say."""
+    called = getattr(actor, method)
+    return None if hasattr(called, "remote") else list(inspect.signature(called).parameters)
+
+
 def answer_of(actor: Any, method: str, *args: Any, timeout_s: float, **named: Any) -> Any:
     """Calls a method of an object here, be it a coroutine or not, or of a Ray actor, and waits.
 

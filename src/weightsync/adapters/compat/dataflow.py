@@ -114,7 +114,8 @@ class AstraFlowService(Closing):
     """A controller of rollout services, and its HTTP face; from here on it listens. A context manager.
 
     Args:
-        config: see `WeightSyncConfig`: `sync_method` is "pull"; `fleet` has models, sets (the barrier), port.
+        config: see `WeightSyncConfig`: `sync_method` is "pull"; `fleet` has models, sets (the barrier), port. Where it
+            says no sets, all models are one, as the document has it.
         token: of its own face, and of the services and agents that it calls.
         on_validate: told to start an evaluation; `controller.end_validate` is due when it has ended.
 
@@ -129,7 +130,11 @@ class AstraFlowService(Closing):
         token: str | None = None,
         on_validate: Callable[[str, ValidationRun], None] | None = None,
     ) -> None:
-        self._built = build_controller(config, token=token, on_validate=on_validate)
+        settings = WeightSyncConfig.load(config)
+        if "sets" not in settings.fleet.model_fields_set and len(settings.fleet.models) > 1:
+            fleet = settings.fleet.model_copy(update={"sets": (tuple(settings.fleet.models),)})
+            settings = settings.model_copy(update={"fleet": fleet})
+        self._built = build_controller(settings, token=token, on_validate=on_validate)
         self.controller, self.url = self._built.controller, self._built.url
         try:
             self.raas_pool = RaaSPool(self.controller)

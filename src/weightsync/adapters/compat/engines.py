@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from weightsync.adapters.compat.calls import answer_of, in_thread, patience_s, result_of
+from weightsync.adapters.compat.calls import answer_of, arguments_of, in_thread, patience_s, result_of
 from weightsync.adapters.compat.receiver import Joining, WeightTransferReceiver
 from weightsync.adapters.compat.sender import TransferRequest
 from weightsync.adapters.compat.strategy import WeightTransferStrategy
@@ -51,8 +51,10 @@ from weightsync.types import (
     Manifest,
     TensorTable,
     Update,
+    UpdateRequest,
     Version,
     WeightSyncInitInfo,
+    WeightUpdateRequest,
 )
 from weightsync.types.engine import REQUEST_TYPES
 
@@ -105,8 +107,10 @@ class WeightLoader:
             return await in_thread(lambda: self._load(named_tensors))
         return await in_thread(lambda: self.step(named_tensors, None))
 
-    def step(self, request: EngineRequest, receiver: WeightTransferReceiver | None) -> EngineReply:
-        """Runs one step of a push on the model; of a chunk it receives, too.
+    def step(
+        self, request: EngineRequest | WeightUpdateRequest, receiver: WeightTransferReceiver | None
+    ) -> EngineReply:
+        """Runs one step of a push, or the chunk of a header, on the model; of a chunk it receives, too.
 
         Raises:
             StateError: no receiver has come to this loader yet.
@@ -115,10 +119,12 @@ class WeightLoader:
         self._receiver = receiver or self._receiver
         if self._receiver is None:
             raise StateError("no receiver has come here: receiver.receive_and_load_weights(request, loader)")
-        op, timeout_s = _OPS[type(request)], self._receiver.timeout_s
+        is_header = isinstance(request, WeightUpdateRequest)
+        step = UpdateRequest(update=request) if is_header else request
+        op, timeout_s = _OPS[type(step)], self._receiver.timeout_s
         if op is EngineOp.INIT:
             timeout_s = max(timeout_s, self._receiver.join_timeout_s)
-        return serving.call(op, request, timeout_s=timeout_s)
+        return serving.call(op, step, timeout_s=timeout_s)
 
     def _strategy(self, name: str) -> Joining:
         assert self._receiver is not None
@@ -263,7 +269,7 @@ class ActorEngine:
         timeout_s = patience_s(strategy.config(cfg))
         self._check_workers(timeout_s)
         given = {"strategy": strategy, "cfg": cfg, "sync_info": info, "rank_offset": rank_offset}
-        takes = _arguments(self._actor, "initialize_weight_sync")
+        takes = arguments_of(self._actor, "initialize_weight_sync")
         named = {name: value for name, value in given.items() if takes is None or name in takes}
         answer_of(self._actor, "initialize_weight_sync", **named, timeout_s=timeout_s)
 
@@ -442,9 +448,3 @@ def _handle(engine: Any, index: int, token: str | None) -> EngineHandle:
     if callable(getattr(engine, "call", None)) and hasattr(engine, "engine_id"):
         return engine  # type: ignore[no-any-return]
     return ActorEngine(engine, engine_id=f"actor-{index}")
-
-
-def _arguments(actor: Any, method: str) -> set[str] | None:
-    """The names of a method's arguments; None where Ray does not say."""
-    called = getattr(actor, method)
-    return None if hasattr(called, "remote") else set(inspect.signature(called).parameters)

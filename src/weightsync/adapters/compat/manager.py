@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from weightsync.adapters.compat.calls import answer_of, done, in_thread, patience_s
+from weightsync.adapters.compat.calls import answer_of, arguments_of, done, in_thread, patience_s
 from weightsync.adapters.compat.engines import InferenceEngineClient
 from weightsync.adapters.compat.strategy import WeightTransferStrategy
 from weightsync.types import WeightSyncInitInfo
@@ -18,8 +18,8 @@ class WeightSyncManager:
     """The call graph's controller: `initialize()` once, `sync_weights()` after a training step.
 
     Args:
-        trainers: the training actors, of every rank, with `initialize_weight_sync(strategy, cfg, inference_client)` and
-            `sync_weights()`: objects here, or Ray's actor handles.
+        trainers: the training actors, of every rank, with `initialize_weight_sync(strategy, cfg, inference_client)`, or
+            the plan's `initialize_weight_sync(strategy)`, and `sync_weights()`: objects here, or Ray's actor handles.
         cfg: its deadlines, of an actor's call too; the strategy's where not given.
     """
 
@@ -46,7 +46,10 @@ class WeightSyncManager:
         return self._trigger_training_sync()
 
     def _initialize_training_senders(self) -> WeightSyncInitInfo:
-        return self._all("initialize_weight_sync", self._strategy, self._cfg, self._client)  # type: ignore[no-any-return]
+        method, given = "initialize_weight_sync", (self._strategy, self._cfg, self._client)
+        each_takes = [arguments_of(each, method) for each in self._trainers]
+        one = all(takes is not None and len(takes) == 1 for takes in each_takes)  # the plan's: of the strategy alone
+        return self._all(method, *given[: 1 if one else 3])  # type: ignore[no-any-return]
 
     def _initialize_inference_receivers(self, sync_info: WeightSyncInitInfo) -> None:
         done(self._client.initialize_weight_sync(self._strategy, sync_info, self._cfg))

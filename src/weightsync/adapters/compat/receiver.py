@@ -20,7 +20,6 @@ from weightsync.types import (
     EngineOp,
     EngineRequest,
     Full,
-    UpdateRequest,
     WeightSyncInitInfo,
     WeightUpdateRequest,
 )
@@ -74,7 +73,7 @@ class WeightTransferReceiver:
         self._ours, self._joined, self._rank = _BroadcastReceiver(group.group), group_name, rank_offset
         return group
 
-    def parse_request(self, request_dict: Mapping[str, Any]) -> EngineRequest:
+    def parse_request(self, request_dict: Mapping[str, Any]) -> EngineRequest | WeightUpdateRequest:
         """A step of a push that crossed as plain data, checked. Without `op` it is the header of a chunk.
 
         Raises:
@@ -87,10 +86,10 @@ class WeightTransferReceiver:
                 return msgspec.convert(fields, REQUEST_TYPES[op])
         except (ValueError, msgspec.ValidationError) as error:
             raise InvalidRequestError(f"this is no step of a push: {error}") from error
-        return UpdateRequest(update=base.parse_request(fields))
+        return base.parse_request(fields)
 
     async def receive_and_load_weights(
-        self, request: EngineRequest | Mapping[str, Any], loader: WeightLoader
+        self, request: EngineRequest | WeightUpdateRequest | Mapping[str, Any], loader: WeightLoader
     ) -> dict[str, Any]:
         """Runs one step on the loader's model: of a chunk, receives its bytes and loads them. Parses it first, where it
         is not yet.

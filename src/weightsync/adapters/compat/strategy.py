@@ -19,10 +19,22 @@ import msgspec
 from weightsync.adapters.compat.calls import config_of, in_thread
 from weightsync.adapters.compat.groups import ProcessGroup, group_info
 from weightsync.adapters.compat.messages import REQUESTS
-from weightsync.adapters.compat.receiver import WeightTransferReceiver
-from weightsync.adapters.compat.sender import Met, WeightTransferSender
+from weightsync.adapters.compat.receiver import (
+    BroadcastTransferReceiver,
+    CudaIpcTransferReceiver,
+    PackedCudaIpcTransferReceiver,
+    WeightTransferReceiver,
+)
+from weightsync.adapters.compat.sender import (
+    BroadcastTransferSender,
+    CudaIpcTransferSender,
+    Met,
+    PackedCudaIpcTransferSender,
+    WeightTransferSender,
+)
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import ConfigError
+from weightsync.net.routes import address_towards
 from weightsync.transfer import base
 from weightsync.transfer.group import OpenStore, open_store
 from weightsync.transfer.registry import strategy_for
@@ -39,6 +51,8 @@ class WeightTransferStrategy:
     """
 
     name: ClassVar[str]
+    sender: ClassVar[type[WeightTransferSender]]
+    receiver: ClassVar[type[WeightTransferReceiver]]
 
     def __init__(self, cfg: Any = None) -> None:
         self._cfg = cfg
@@ -48,15 +62,20 @@ class WeightTransferStrategy:
         return {"_cfg": self._cfg, "_kept": {}}
 
     async def create_sync_info(self, cfg: Any, inference_client: InferenceEngineClient) -> WeightSyncInitInfo:
-        """Training rank 0: what receivers meet the sender by; the world size is what engines report themselves.
+        """Training rank 0: what receivers meet the sender by; the world size is what engines report themselves. The
+        address is this machine's towards engines that are named by URLs, where the config says none: of actors on
+        other machines it has to.
 
         Raises:
             SyncFailedError: an engine does not answer.
+            ConfigError: no address of this machine leads to an engine.
         """
 
         def make() -> WeightSyncInitInfo:
             sizes = inference_client.get_world_sizes(timeout_s=_DESCRIBE_S)
-            info, self._kept[info.group_name] = self.ours(cfg).create_init_info(sizes)
+            urls = [name for name in inference_client.engine_ids if "://" in name]
+            towards = address_towards(urls, instead="say transfer.master_addr in the configuration")
+            info, self._kept[info.group_name] = self.ours(cfg, address=towards).create_init_info(sizes)
             return info
 
         return await in_thread(make)
@@ -112,7 +131,7 @@ class WeightTransferStrategy:
         if isinstance(cfg, ProcessGroup):
             cfg, process_group = None, cfg
         cfg = self._cfg if cfg in (None, ...) else cfg
-        sender = WeightTransferSender(process_group, strategy=self._met(cfg, sync_info), cfg=cfg)
+        sender = self.sender(process_group, strategy=self._met(cfg, sync_info), cfg=cfg)
         return sender.for_client(inference_client)
 
     async def create_receiver(
@@ -133,16 +152,18 @@ class WeightTransferStrategy:
         sync_info = self._named(sync_info)
         if not isinstance(sync_info, WeightSyncInitInfo) or sync_info.strategy != self.name:
             raise ConfigError(f"create_receiver needs the sync_info of strategy {self.name}, got {sync_info!r:.80}")
-        return WeightTransferReceiver(info=sync_info, rank_offset=rank_offset, cfg=self.config(cfg))
+        return self.receiver(info=sync_info, rank_offset=rank_offset, cfg=self.config(cfg))
 
     def get_request_type(self) -> type[WeightUpdateRequest]:
         """Which header its sender announces chunks by."""
         return REQUESTS[self.ours(None).request_type]
 
-    def ours(self, cfg: Any) -> base.WeightTransferStrategy:
-        """Our strategy, with the config's settings."""
+    def ours(self, cfg: Any, *, address: str | None = None) -> base.WeightTransferStrategy:
+        """Our strategy, with the config's settings; the address counts where they have none."""
         config = self.config(cfg)
-        transfer = config.transfer.model_copy(update={"strategy": self.name})
+        says_none = address is not None and "master_addr" not in config.transfer.model_fields_set
+        changed = {"strategy": self.name, **({"master_addr": address} if says_none else {})}
+        transfer = config.transfer.model_copy(update=changed)
         return strategy_for(config.model_copy(update={"transfer": transfer}))
 
     def config(self, cfg: Any) -> WeightSyncConfig:
@@ -163,19 +184,19 @@ class WeightTransferStrategy:
 class BroadcastTransferStrategy(WeightTransferStrategy):
     """Process groups; see ours."""
 
-    name = "broadcast"
+    name, sender, receiver = "broadcast", BroadcastTransferSender, BroadcastTransferReceiver
 
 
 class CudaIpcTransferStrategy(WeightTransferStrategy):
     """One handle a tensor; see ours."""
 
-    name = "cuda_ipc"
+    name, sender, receiver = "cuda_ipc", CudaIpcTransferSender, CudaIpcTransferReceiver
 
 
 class PackedCudaIpcTransferStrategy(WeightTransferStrategy):
     """One handle a chunk; see ours."""
 
-    name = "packed_cuda_ipc"
+    name, sender, receiver = "packed_cuda_ipc", PackedCudaIpcTransferSender, PackedCudaIpcTransferReceiver
 
 
 _STRATEGIES = {

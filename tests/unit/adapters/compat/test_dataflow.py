@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.control.fleet_instances import LONG_S, SENDER, World, raises, until, v
-from weightsync.adapters.compat.dataflow import RaaSPool
+from weightsync.adapters.compat.dataflow import AstraFlowService, RaaSPool
 from weightsync.adapters.compat.weight_manager import TransferStatus
 from weightsync.control.controller import WeightSyncController
 from weightsync.errors import LoadError
@@ -43,6 +43,20 @@ class Fleet:
             self.controller.train_worker_notify_weight_update,
             "trainer", "actor", version.run_id, version.number, sender_endpoint=SENDER,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "sets"),
+    [
+        ({"models": ["actor", "verifier"]}, (("actor", "verifier"),)),
+        ({"models": ["actor", "verifier"], "sets": []}, ()),
+        ({"models": ["actor"]}, ()),
+    ],
+)
+def test_all_models_pass_the_barrier_together_where_nothing_else_is_said(said: Any, sets: Any) -> None:
+    """As the document has it. Seen red: each was loaded by itself, and a service served a mixture."""
+    with AstraFlowService({"sync_method": "pull", "fleet": {**said, "port": 0}}) as service:
+        assert tuple(map(tuple, service.controller.method.barrier.sets)) == sets
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 
 from tests.unit.adapters.compat.test_calls import Actor
 from weightsync.adapters.compat import calls
+from weightsync.adapters.compat import strategy as strategy_module
 from weightsync.adapters.compat.engines import InferenceEngineClient
 from weightsync.adapters.compat.manager import WeightSyncManager
-from weightsync.adapters.compat.strategy import BroadcastTransferStrategy
+from weightsync.adapters.compat.strategy import BroadcastTransferStrategy, CudaIpcTransferStrategy
 from weightsync.errors import DeadlineExceededError
 
 
@@ -29,6 +32,55 @@ def test_a_manager_has_a_thread_for_each_trainer() -> None:
         [Rank() for _ in range(num_trainers)], InferenceEngineClient([]), BroadcastTransferStrategy()
     )
     assert manager.sync_weights() in range(num_trainers)
+
+
+def test_a_worker_of_the_plan_is_given_the_strategy_alone() -> None:
+    """`initialize_weight_sync(strategy)`, phase 4. Seen red: it was given three arguments, and raised a TypeError."""
+    given: list[Any] = []
+
+    class Planned:
+        async def initialize_weight_sync(self, strategy: Any) -> Any:
+            given.append(strategy)
+            return await strategy.create_sync_info(None, client)
+
+    class Graph:
+        async def initialize_weight_sync(self, strategy: Any, cfg: Any, inference_client: Any) -> Any:
+            given.append((strategy, cfg, inference_client))
+            return await strategy.create_sync_info(cfg, inference_client)
+
+    class Engine:
+        async def update_named_weights(self, request_dict: Any) -> None: ...
+
+    client = InferenceEngineClient([Engine()])
+    strategy = CudaIpcTransferStrategy()
+    for worker in (Planned(), Graph()):
+        manager = WeightSyncManager([worker], client, strategy)
+        assert manager._initialize_training_senders().strategy == "cuda_ipc"
+    assert given == [strategy, (strategy, None, client)]
+
+
+@pytest.mark.parametrize("said", [None, "192.0.2.7"])
+def test_rank_0_determines_its_address(said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Towards engines that are named by URLs. Seen red: it was this machine's loopback wherever they were."""
+    asked: list[str] = []
+
+    def towards(urls: Sequence[str], *, instead: str) -> str:
+        asked.extend(urls)
+        return "127.0.0.2"
+
+    monkeypatch.setattr(strategy_module, "address_towards", towards)
+    cfg: Any = {"transfer": {"master_addr": "127.0.0.3"}} if said else None
+
+    class Client:
+        engine_ids = ("http://192.0.2.9:8123", "actor-1")
+
+        def get_world_sizes(self, *, timeout_s: float) -> dict[str, int]:
+            return dict.fromkeys(self.engine_ids, 1)
+
+    client: Any = Client()
+    info = asyncio.run(BroadcastTransferStrategy().create_sync_info(cfg, client))
+    assert asked == ["http://192.0.2.9:8123"]
+    assert info.master_addr == ("127.0.0.3" if said else "127.0.0.2")
 
 
 @pytest.mark.parametrize("of_strategy", [False, True])
