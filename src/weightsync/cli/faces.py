@@ -232,10 +232,12 @@ def engine_facts(handle: EngineHandle, reply: EngineReply) -> Iterator[Fact]:
         why = reply.unhealthy or "its weights are half-loaded"
         yield Fact(level="wrong", text=f"{why}: the next version that is loaded in full heals it")
     if reply.left_paused:
-        route = "/continue_generation" if "SGLang" in type(handle).__name__ else "/resume"
+        paused, route = "It is paused", "/resume"
+        if "SGLang" in type(handle).__name__:
+            paused, route = "It is paused (or starts, or is unhealthy)", "/continue_generation"
         yield Fact(
             level="wrong",
-            text="It is paused, no version is being loaded, and nothing ends that: its trainer ended before it resumed "
+            text=f"{paused}, no version is being loaded, and nothing ends that: its trainer ended before it resumed "
             f"it, or somebody paused it by hand. The next push resumes it, or curl -X POST {handle.engine_id}{route} "
             "where it does not sleep",
         )

@@ -5,7 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import Any, TypeVar
 
-from weightsync.errors import ConfigError, EngineError, EngineUnreachableError, NoEnginesError, UnsupportedError
+from weightsync.errors import (
+    AuthError,
+    ConfigError,
+    EngineError,
+    EngineUnreachableError,
+    NoEnginesError,
+    UnsupportedError,
+)
 from weightsync.handles.foreign import ForeignClient
 from weightsync.handles.sglang_messages import (
     Done,
@@ -68,10 +75,11 @@ class SGLangApi(ForeignClient):
         self._generation("/continue_generation", {}, timeout_s)
 
     def is_paused(self, *, timeout_s: float) -> bool:
-        """Whether generation is paused, by whomever; False where this release does not say so."""
+        """Whether generation is paused, by whomever, or it starts, or is unhealthy: it tells these apart nowhere. False
+        where this release says nothing."""
         try:
             self.answer("GET", "/ready", deadline=Deadline(timeout_s))
-        except UnsupportedError:
+        except (UnsupportedError, AuthError):
             return False
         except EngineUnreachableError:
             raise

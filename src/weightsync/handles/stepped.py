@@ -103,7 +103,8 @@ class SteppedEngine(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Closes connections; changes nothing on the engine. Idempotent."""
+        """Closes connections. A pause of this handle's that an abort could not end is tried once more, for seconds;
+        else nothing is changed on the engine. Idempotent."""
 
     @abc.abstractmethod
     def _describe(self, deadline: Deadline) -> EngineReply: ...

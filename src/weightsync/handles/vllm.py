@@ -119,8 +119,8 @@ class VllmEngine(SteppedEngine):
 
     def close(self) -> None:
         self._mending.stop()
-        if self._paused_by is not None:  # its abort could not end that
-            self._mending.end_now(AbortRequest(session=self._paused_by, reason="its handle is closed"))
+        if (session := self._paused_by) is not None:  # its abort could not end that
+            self._mending.end_now(AbortRequest(session=session, reason="its handle is closed"))
         self._api.close()
 
     # --- the steps ---

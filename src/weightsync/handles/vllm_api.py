@@ -111,7 +111,7 @@ class VllmHttpApi(JsonClient):
         whose wake-up does not say so, or leaves out scheduling, have `/resume` alone.
         """
         deadline = Deadline(timeout_s)
-        with contextlib.suppress(UnsupportedError):
+        with contextlib.suppress(UnsupportedError, AuthError):
             said = self._call("POST", "/wake_up", deadline.remaining_s, params={"tags": "scheduling"}).get("status")
             if said in ("awake", "sleeping"):
                 return bool(said == "awake")
@@ -302,7 +302,7 @@ class OfflineVllmApi:
 
         def wake_up() -> bool:
             is_awake = self._llm.wake_up(tags=["scheduling"]) is not False  # older releases say nothing
-            self.lock.paused = not is_awake
+            self.lock.paused = False  # whoever put it to sleep has to get the lock to wake it up
             return is_awake
 
         return self._call("wake_up", wake_up, timeout_s)

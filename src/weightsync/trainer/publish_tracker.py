@@ -57,7 +57,8 @@ class PublishTracker:
     def agent_restarted(self) -> None:
         """The agent died, and its transfers with it: they begin again when the next one has proved the version."""
         with self._changed:
-            self._cut_off |= self._at_it.keys()
+            now_s = time.monotonic()
+            self._cut_off |= {who for who, until_s in self._at_it.items() if until_s > now_s}
             self._at_it.clear()
 
     def _is_at_it(self, who: str, until_s: float) -> None:

@@ -120,7 +120,7 @@ class WeightLoader:
         if self._receiver is None:
             raise StateError("no receiver has come here: receiver.receive_and_load_weights(request, loader)")
         is_header = isinstance(request, WeightUpdateRequest)
-        step = UpdateRequest(update=request) if is_header else request
+        step: Any = UpdateRequest(update=request) if is_header else request  # type: ignore[arg-type]
         op, timeout_s = _OPS[type(step)], self._receiver.timeout_s
         if op is EngineOp.INIT:
             timeout_s = max(timeout_s, self._receiver.join_timeout_s)

@@ -107,8 +107,8 @@ class DiskEngine(abc.ABC, Generic[_A]):
     def resume(self, *, deadline: Deadline) -> None:
         """Goes on with generation."""
         with _left(_NEW):
-            self._resume(deadline)
-            if self._is_paused(deadline):
+            is_awake = self._resume(deadline)
+            if is_awake and self._is_paused(deadline):
                 raise EngineError("it answered resume well, and is paused", peer=self.name)
 
     def close(self) -> None:
@@ -125,8 +125,9 @@ class DiskEngine(abc.ABC, Generic[_A]):
     @abc.abstractmethod
     def _checksum(self, timeout_s: float) -> tuple[str, ...]: ...
 
-    def _resume(self, deadline: Deadline) -> None:
-        self._api.resume(timeout_s=deadline.check("time to resume"))
+    def _resume(self, deadline: Deadline) -> bool:
+        """False where it sleeps: whoever put it to sleep ends that."""
+        return self._api.resume(timeout_s=deadline.check("time to resume")) is not False
 
     def _is_paused(self, deadline: Deadline) -> bool:
         """Whether it says so, where it can be asked."""
