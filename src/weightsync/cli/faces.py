@@ -24,7 +24,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.handles.by_url import engine_at, or_another_part, read_engine_url
-from weightsync.handles.two_kinds import TwoKinds
+from weightsync.handles.two_kinds import SGLangServerEngine, TwoKinds
 from weightsync.net.client import JsonClient
 from weightsync.net.messages import decode
 from weightsync.observe import now_s
@@ -233,7 +233,7 @@ def engine_facts(handle: EngineHandle, reply: EngineReply) -> Iterator[Fact]:
         yield Fact(level="wrong", text=f"{why}: the next version that is loaded in full heals it")
     if reply.left_paused:
         paused, route = "It is paused", "/resume"
-        if "SGLang" in type(handle).__name__:
+        if isinstance(handle, SGLangServerEngine):
             paused, route = "It is paused (or starts, or is unhealthy)", "/continue_generation"
         yield Fact(
             level="wrong",

@@ -34,19 +34,25 @@ class Mending:
         self._end = end
         self._stop = threading.Event()
         self._ending = threading.Lock()  # held while an earlier session's pause is ended
+        self._closed = False
 
     def stop(self) -> None:
         """No further attempt begins, and one that is under way ends no pause."""
         self._stop.set()
 
     def begin(self, request: AbortRequest, until: Deadline) -> None:
-        """Tries again and again, until it is done, or stopped."""
+        """Tries again and again, until it is done, or stopped. Behind `close` it does nothing."""
+        if self._closed:
+            return
         self._stop = stop = threading.Event()
         in_thread(lambda: self._mend(request, stop, until), name=f"weightsync-mend-{self._engine_id}")
 
-    def end_now(self, request: AbortRequest) -> None:
-        """A last attempt, in this thread: its handle is closed."""
+    def close(self, request: AbortRequest | None) -> None:
+        """A last attempt, in this thread, where there is a pause to be ended."""
+        self._closed = True
         self.stop()
+        if request is None:
+            return
         deadline = Deadline(_LAST_S)
         try:
             with self.none(_LAST_S):

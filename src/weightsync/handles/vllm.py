@@ -118,9 +118,8 @@ class VllmEngine(SteppedEngine):
         self._audits_seen: set[str] = set()
 
     def close(self) -> None:
-        self._mending.stop()
-        if (session := self._paused_by) is not None:  # its abort could not end that
-            self._mending.end_now(AbortRequest(session=session, reason="its handle is closed"))
+        session = self._paused_by  # whose abort could not end its pause
+        self._mending.close(None if session is None else AbortRequest(session=session, reason="its handle is closed"))
         self._api.close()
 
     # --- the steps ---

@@ -124,7 +124,7 @@ def test_an_export_into_a_link_is_refused_before_anything_is_fetched(tmp_path: P
     ],
 )
 def test_what_is_no_number_is_in_no_range(words: tuple[str, ...]) -> None:
-    """Seen red: a traceback behind the download, or a loop that keeps a core busy."""
+    """Seen red with inf: a traceback behind the download."""
     code, output = run(*words)
     assert code == 2, output
     assert "Input should be" in output

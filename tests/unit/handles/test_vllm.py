@@ -594,6 +594,10 @@ def test_a_handle_that_is_closed_ends_its_pause_first(caplog: pytest.LogCaptureF
     handle.close()
     assert api.paused
     assert "engine run may stand still: a pause of ours was not ended: busy" in caplog.text
+    others = set(threading.enumerate())
+    with pytest.raises(DeadlineExceededError):  # one that was under way meanwhile
+        handle.call(EngineOp.ABORT, AbortRequest(session="s", reason="late"), timeout_s=5)
+    assert set(threading.enumerate()) <= others, "nobody tries again by a client that is closed"
 
 
 def test_a_check_ends_nobodys_pause() -> None:

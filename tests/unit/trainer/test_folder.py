@@ -112,6 +112,10 @@ class Watched(FolderPublisher):
             assert self.looked.wait_for(lambda: self.num_looks >= wanted, 60)
 
 
+def raises(error: Exception) -> Any:
+    raise error
+
+
 def publisher_of(folder: Path, manager: WeightManager) -> Watched:
     """Goes on where the last test's has stopped: a manager's versions rise."""
     Watched.looked = threading.Condition()
@@ -231,6 +235,12 @@ def test_new_files_beside_an_index_make_no_version_before_it_names_them(tmp_path
     for name in old:
         (tmp_path / name).unlink()
     assert seen() == after
+    (tmp_path / "next.safetensors").write_bytes(b"more")
+    with pytest.MonkeyPatch.context() as patched:  # seen red: it counted from then on, as without an index
+        patched.setattr(Path, "read_text", lambda _: raises(OSError(errno.EMFILE, "too many open files")))
+        assert seen() == after
+    assert seen() == after
+    (tmp_path / "next.safetensors").unlink()
     (tmp_path / INDEX).write_bytes(b"{")
     assert set(seen()) == {INDEX, *new}, "half of one names nothing"
 

@@ -23,6 +23,17 @@ from weightsync.trainer import publisher
 from weightsync.trainer.agent_run import AgentRun
 from weightsync.trainer.notifier import Notifier
 from weightsync.trainer.publisher import WeightManager
+from weightsync.types import Version
+from weightsync.types.agent_messages import TransferBegun
+
+
+def test_an_agent_that_was_started_again_has_cut_off_who_was_at_a_pull() -> None:
+    """Seen red: its receivers counted as at it, also when they came no more."""
+    with contextlib.closing(WeightManager("m")) as manager:
+        manager._heard(TransferBegun(version=Version(run_id="r", number=1), receiver="host"))
+        for event in ("hung", "restarted"):
+            manager._heard(event)  # type: ignore[arg-type]
+        assert (manager._tracker._at_it, manager._tracker._cut_off) == ({}, {"host"})
 
 
 @pytest.mark.parametrize("timeout_s", [math.nan, math.inf, -1.0, 1e9])

@@ -73,9 +73,12 @@ class WeightTransferStrategy:
 
         def make() -> WeightSyncInitInfo:
             sizes = inference_client.get_world_sizes(timeout_s=_DESCRIBE_S)
-            urls = [name for name in inference_client.engine_ids if "://" in name]
-            towards = address_towards(urls, instead="say transfer.master_addr in the configuration")
-            info, self._kept[info.group_name] = self.ours(cfg, address=towards).create_init_info(sizes)
+            chosen: dict[str, str] = {}
+            if self.name == "broadcast" and "master_addr" not in self.config(cfg).transfer.model_fields_set:
+                urls = [name for name in inference_client.engine_ids if "://" in name]
+                towards = address_towards(urls, instead="say transfer.master_addr in the configuration")
+                chosen = {} if towards is None else {"master_addr": towards}
+            info, self._kept[info.group_name] = self.ours(cfg, **chosen).create_init_info(sizes)
             return info
 
         return await in_thread(make)
@@ -158,12 +161,10 @@ class WeightTransferStrategy:
         """Which header its sender announces chunks by."""
         return REQUESTS[self.ours(None).request_type]
 
-    def ours(self, cfg: Any, *, address: str | None = None) -> base.WeightTransferStrategy:
-        """Our strategy, with the config's settings; the address counts where they have none."""
+    def ours(self, cfg: Any, **chosen: str) -> base.WeightTransferStrategy:
+        """Our strategy, with the config's settings, and what was chosen of `transfer` besides."""
         config = self.config(cfg)
-        says_none = address is not None and "master_addr" not in config.transfer.model_fields_set
-        changed = {"strategy": self.name, **({"master_addr": address} if says_none else {})}
-        transfer = config.transfer.model_copy(update=changed)
+        transfer = config.transfer.model_copy(update={"strategy": self.name, **chosen})
         return strategy_for(config.model_copy(update={"transfer": transfer}))
 
     def config(self, cfg: Any) -> WeightSyncConfig:

@@ -231,13 +231,17 @@ class DiskMethod(SyncMethod):
         if self._served_model is None:
             return
         served = served_models(known.url, token=self._token, timeout_s=_PROBE_S)
-        loaded = f"{self._engine_root}/"  # SGLang is called by the folder that it has loaded
-        if served is not None and self._served_model not in served and not any(n.startswith(loaded) for n in served):
+        if served is not None and self._served_model not in served and not self._has_loaded(known, served):
             raise ConfigError(
                 f"inference_service.model is {self._served_model!r}, and {known.url} serves {', '.join(served)}",
                 peer=known.url,
                 state_left="nothing was changed",
             )
+
+    def _has_loaded(self, known: Capabilities, served: Sequence[str]) -> bool:
+        """Whether it is an SGLang that is called by a folder of this method's models, which it has loaded."""
+        folders = tuple(f"{self._engine_root}/{model_id}/" for model_id in self._urls)
+        return known.engine.startswith("sglang") and any(name.startswith(folders) for name in served)
 
     def _engine(self, url: str) -> DiskEngine[Any]:
         """The handle of an engine, made when it is met first.

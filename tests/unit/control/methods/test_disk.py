@@ -403,6 +403,15 @@ def test_a_vllm_server_reloads(place: Place) -> None:
     assert server.calls[2].body == {"running": True}
 
 
+def test_a_vllm_that_sleeps_is_left_to_whoever_wakes_it(place: Place) -> None:
+    """Seen red: it had loaded all, and was said to have failed."""
+    server = place.vllm()
+    place.publish(1)
+    server.app.add_api_route("/wake_up", lambda: {"status": "sleeping"}, methods=["POST"])
+    assert place.method(server).sync_weights("actor", v(1)) == 1
+    assert (held(server), server.weight_version, server.paused) == (weights(1), "run/1", "keep")
+
+
 def test_vllm_keeps_its_cache_where_told_to(place: Place) -> None:
     server = place.vllm()
     place.publish(1)
@@ -555,9 +564,17 @@ def test_a_server_that_the_configuration_does_not_mean_is_refused_before_anythin
         with pytest.raises(ConfigError, match=r"model is 'llama', and http://\S+ serves qwen, qwen-lora"):
             place.method(url, served_model="llama").initialize()
     assert server.called(*GATE) == []
-    ((again,), _), loaded = place.sglang(1), {"object": "list", "data": [{"id": f"{place.folder.root}/actor/run/1"}]}
+    ((again,), _), loaded = place.sglang(1), {"object": "list", "data": [{"id": f"{place.folder.root}/actor/run-1"}]}
     again.app.add_api_route("/v1/models", lambda: loaded)
     assert place.method(again, served_model="llama").sync_weights("actor", v(1)) == 1, "it is called by what it loaded"
+    loaded["data"] = [{"id": f"{place.folder.root}/critic/run-1"}]
+    with pytest.raises(ConfigError, match="model is 'llama'"):
+        place.method(again, served_model="llama").initialize()
+    loaded["data"] = [{"id": f"{place.folder.root}/actor/run-1"}]
+    named = place.vllm()
+    named.app.add_api_route("/v1/models", lambda: loaded)
+    with pytest.raises(ConfigError, match="model is 'llama'"):
+        place.method(named, served_model="llama").initialize()
     assert place.method(router, backend="sglang", served_model="qwen").sync_weights("actor", v(1)) == 1
     with pytest.raises(ConfigError, match=r"backend is 'sglang', and http://\S+ is vllm"):
         place.method(other, backend="sglang").initialize()
