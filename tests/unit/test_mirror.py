@@ -67,7 +67,6 @@ ELSEWHERE = {
     "demo/lora_sglang": "engines/test_demo_lora_sglang.py",
     "demo/lora_vllm": "engines/test_demo_lora_vllm.py",
     "handles/mending": "unit/handles/test_vllm.py",
-    "verbs/engines": "multiproc/test_verbs.py",
     "verbs/publishing": "multiproc/test_verbs.py",
     "verbs/pushing": "multiproc/test_verbs.py",
     # Two sides of a socket or of a mapping: tested with the other side in a process of its own.

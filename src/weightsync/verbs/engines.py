@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections.abc import Sequence
 from typing import TypeAlias, cast
 
@@ -10,14 +10,18 @@ import torch
 
 from weightsync.config import InferenceServiceConfig
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError
 from weightsync.handles.by_url import engine_at, read_engine_url
+from weightsync.handles.fanout import call_all
 from weightsync.load.base import WeightLoader
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.load.peft import PeftAdapterLoader
 from weightsync.memory import LeaseReader
 from weightsync.peft_model import peft_model_in
 from weightsync.types import EngineHandle
+
+_CLOSE_S = 30.0  # more than a handle tries to end a pause
+_logger = logging.getLogger(__name__)
 
 EngineLike: TypeAlias = str | torch.nn.Module | WeightLoader | EngineHandle
 """A URL (see `handles.by_url`), a module of this process, a loader of one, or a handle."""
@@ -29,7 +33,7 @@ def handle_of(
     name: str,
     token: str | None,
     verify: bool | str,
-    opened: contextlib.ExitStack,
+    made: list[EngineHandle],
     must_answer: bool = True,
     lease: str | None = None,
 ) -> EngineHandle:
@@ -39,24 +43,33 @@ def handle_of(
         engine: as a user has given it.
         name: of a module's engine.
         token, verify, must_answer: of a URL, see `engine_at`.
-        opened: closes what is made here.
+        made: gets what is made here, for `close_all`.
         lease: file by which a module, or a vLLM that was started so, sees that it may answer; None: it always may.
 
     Raises:
         ConfigError: it is none, or no engine is known by that URL.
     """
-    made: EmbeddedEngine | EngineHandle
+    handle: EmbeddedEngine | EngineHandle
     if isinstance(engine, str):
-        made = engine_at(engine, token=token, verify=verify, must_answer=must_answer, leased=lease is not None)
+        handle = engine_at(engine, token=token, verify=verify, must_answer=must_answer, leased=lease is not None)
     elif isinstance(engine, torch.nn.Module | WeightLoader):
         reader = None if lease is None else LeaseReader(lease)
-        made = EmbeddedEngine.of(_loader_of(engine), engine_id=name, lease=reader)
+        handle = EmbeddedEngine.of(_loader_of(engine), engine_id=name, lease=reader)
     elif hasattr(engine, "call") and hasattr(engine, "engine_id"):
         return cast(EngineHandle, engine)
     else:
         raise ConfigError(f"an engine is a URL, a torch module or a handle, not a {type(engine).__name__}")
-    opened.callback(_close, made)
-    return made
+    made.append(handle)
+    return handle
+
+
+def close_all(made: Sequence[EngineHandle]) -> None:
+    """Closes handles that `handle_of` has made, all at the same time: one that has to end a pause on a server that does
+    not answer takes seconds."""
+    calls = {f"{handle.engine_id}#{number}": handle.close for number, handle in enumerate(made)}  # type: ignore[attr-defined]
+    _, errors = call_all(calls, what="close", timeout_s=_CLOSE_S)
+    for error in errors.values():
+        _logger.warning("an engine's handle was not closed: %s", error)
 
 
 def _loader_of(engine: torch.nn.Module | WeightLoader) -> WeightLoader:
@@ -79,8 +92,3 @@ def urls_of(service: InferenceServiceConfig, listed: Sequence[str]) -> list[str]
         if kind is not None and read_engine_url(url).kind not in (None, kind):
             raise ConfigError(f"inference_service.backend is {service.backend!r}, and {url} says otherwise: keep one")
     return [url if kind is None or read_engine_url(url).kind else f"{kind}+{url}" for url in urls]
-
-
-def _close(handle: EngineHandle) -> None:
-    with contextlib.suppress(WeightSyncError):
-        handle.close()  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ from weightsync.types import EngineHandle, SyncReport
 from weightsync.types.closing import Closing
 from weightsync.types.process import of_one_process
 from weightsync.types.push_orders import PushOrder
-from weightsync.verbs.engines import EngineLike, handle_of, urls_of
+from weightsync.verbs.engines import EngineLike, close_all, handle_of, urls_of
 from weightsync.verbs.lora import BaseLike, lora_choice
 from weightsync.verbs.order_taker import OrderTaker
 from weightsync.verbs.settings import (
@@ -125,6 +125,8 @@ def push(
     ranks = TrainingRanks(timeout_s=timeout_s, alone=alone)
     opened = contextlib.ExitStack()
     handles: list[EngineHandle] = []
+    made: list[EngineHandle] = []  # of these, ours to close
+    opened.callback(close_all, made)
     error: WeightSyncError | None = None
     extractor: WeightExtractor | None = None
     chosen: dict[str, Any] = {}
@@ -143,7 +145,7 @@ def push(
                 bearer = token_of(token)
                 for number, engine in enumerate(listed):
                     name = f"module-{number}"
-                    handles.append(handle_of(engine, name=name, token=bearer, verify=verify, opened=opened))
+                    handles.append(handle_of(engine, name=name, token=bearer, verify=verify, made=made))
                 chosen = _chosen(settings, listed, handles)
                 client = EngineFanout(handles)
                 if (url := controller or settings.push.controller) is not None:

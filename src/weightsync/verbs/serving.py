@@ -33,7 +33,7 @@ from weightsync.types import EngineHandle, Version
 from weightsync.types.closing import Closing
 from weightsync.types.process import of_one_process
 from weightsync.types.service import ModelStatus, ServiceStatus
-from weightsync.verbs.engines import EngineLike, handle_of, urls_of
+from weightsync.verbs.engines import EngineLike, close_all, handle_of, urls_of
 from weightsync.verbs.settings import ConfigSource, as_list, check_options, loaded, token_of
 
 POLL_S = 5.0
@@ -118,8 +118,10 @@ def serve(
         if held is not None:
             opened.callback(held.release)
         engine_token = token if engine_token is None else engine_token
+        made: list[EngineHandle] = []
+        opened.callback(close_all, made)
         engines = {
-            model_id: _handles(model_id, served, token=engine_token, verify=verify, lease=lease, opened=opened)
+            model_id: _handles(model_id, served, token=engine_token, verify=verify, lease=lease, made=made)
             for model_id, served in given.items()
         }
         trust_key = trust_key or chosen.trust_key
@@ -226,17 +228,11 @@ class Service(Closing):
 
 
 def _handles(
-    model_id: str,
-    served: object,
-    *,
-    token: str | None,
-    verify: bool | str,
-    lease: str | None,
-    opened: contextlib.ExitStack,
+    model_id: str, served: object, *, token: str | None, verify: bool | str, lease: str | None, made: list[EngineHandle]
 ) -> list[EngineHandle]:
     return [
         handle_of(
-            each, name=f"{model_id}-{number}", token=token, verify=verify, opened=opened, must_answer=False, lease=lease
+            each, name=f"{model_id}-{number}", token=token, verify=verify, made=made, must_answer=False, lease=lease
         )
         for number, each in enumerate(served if isinstance(served, list | tuple) else [served])
     ]
