@@ -105,6 +105,7 @@ ELSEWHERE = {
     "load/live_trace": "unit/load/test_live_plan.py",
     "load/patch_bracket": "unit/load/test_patching.py",
     # The documents' own code runs them.
+    "adapters/compat/engines": "unit/adapters/compat/test_loaders.py",
     "adapters/compat/extractors": "documents/test_document_1.py",
     "adapters/compat/messages": "documents/test_document_1.py",
     "adapters/compat/receiver": "documents/test_document_1.py",

@@ -18,8 +18,8 @@ class Rollout(abc.ABC):
     """An engine that generates in a thread of its own.
 
     Args:
-        rest_s: shortest pause between two generations. It lasts as long as the last one has computed here: engines and
-            trainers share few cores.
+        rest_s: shortest pause between two generations. It lasts three times as long as the last one has computed here:
+            engines and trainers share few cores.
     """
 
     refusals: ClassVar[tuple[type[Exception], ...]]
@@ -64,7 +64,7 @@ class Rollout(abc.ABC):
                 if not self._ended.is_set():
                     self._num_refused += 1
                     self._refused()
-            rest_s = max(self._rest_s, time.thread_time() - begun_s)
+            rest_s = max(self._rest_s, 3 * (time.thread_time() - begun_s))
 
     def _refused(self) -> None:  # noqa: B027  (a hook)
         """A generation was refused."""

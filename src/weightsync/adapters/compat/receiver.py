@@ -25,7 +25,7 @@ from weightsync.types import (
 )
 
 if TYPE_CHECKING:
-    from weightsync.adapters.compat.engines import WeightLoader
+    from weightsync.adapters.compat.loaders import WeightLoader
 
 
 class WeightTransferReceiver:

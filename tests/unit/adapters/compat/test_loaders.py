@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.adapters.compat.engines import ActorEngine, InferenceEngineClient, VLLMWeightLoader, WeightLoader
+from weightsync.adapters.compat.engines import ActorEngine, InferenceEngineClient
 from weightsync.adapters.compat.extractors import WeightChunk
+from weightsync.adapters.compat.loaders import VLLMWeightLoader, WeightLoader
 from weightsync.adapters.compat.sender import CudaIpcTransferSender
 from weightsync.adapters.compat.strategy import CudaIpcTransferStrategy
 from weightsync.errors import ConfigError, StateError, SyncFailedError
