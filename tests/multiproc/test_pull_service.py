@@ -117,6 +117,20 @@ def test_a_false_run_shuts_nobody_out(start: Start, trainer: Trainer) -> None:
     assert service.notify(trainer.endpoint, 1, last).version == last
 
 
+def test_whoever_cleans_dev_shm_costs_a_host_one_try(start: Start, trainer: Trainer) -> None:
+    """Its staging lost its name. Seen red: engines could not open it, with any version, until the service was started
+    again."""
+    service = Service(start, ["a"], senders=(trainer.endpoint,), transport=Transport.TCP)
+    service.notify(trainer.endpoint, 1, publish(trainer))
+    lost = shm_of(service.child.pid)
+    for name in lost:
+        os.unlink(f"/dev/shm/{name}")
+    version = publish(trainer)
+    assert service.notify(trainer.endpoint, 1, version).version == version
+    assert service.serving("a") == (text(1, version), True)
+    assert lost
+
+
 def test_a_false_run_that_comes_first_gives_way(start: Start, trainer: Trainer) -> None:
     service = Service(start, ["a"])
     version = publish(trainer)

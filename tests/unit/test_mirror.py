@@ -139,7 +139,6 @@ ELSEWHERE = {
     "control/callers_run": "unit/control/test_server_fleet.py",
     "types/push_orders": "unit/control/test_push_orders.py",
     "verbs/order_taker": "multiproc/test_push_orders.py",
-    "host/delta_intake": "multiproc/test_pull_delta.py",
     "agent/prover": "unit/agent/test_api.py",
     "clients/async_controller": "unit/handles/test_hostile_servers.py",
     "codec/base": "unit/codec/test_full.py",

@@ -8,9 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping
 
-from weightsync.errors import MissingDependencyError, StateError, TransferAbortedError
+from weightsync.errors import (
+    DeadlineExceededError,
+    DigestMismatchError,
+    MissingDependencyError,
+    StateError,
+    TransferAbortedError,
+)
 from weightsync.handles.fanout import in_thread
 from weightsync.handles.stepped import check_choice
 from weightsync.host.agent_calls import Agents, Granted
@@ -79,17 +86,29 @@ class DeltaIntake:
     def fetch(
         self, deltas: Mapping[int, Granted], read: Read, arrived: Callable[[int], None], *, cancel: Callable[[], None]
     ) -> dict[int, list[memoryview]]:
-        """Every source's deltas, all sources at once: while one is read the grants of the others would run out."""
+        """Every source's deltas, all sources at once: while one is read the grants of the others would run out.
+
+        Raises:
+            WeightSyncError: see `fetch_blobs`. Of deltas nothing is kept: those that fail twice so are given up for a
+                full, of which every block is kept from pull to pull.
+        """
         blobs: dict[int, list[memoryview]] = {}
+        any_came = threading.Event()
+
+        def counted(num_bytes: int) -> None:
+            any_came.set()
+            arrived(num_bytes)
 
         def fetch(index: int, each: Granted) -> None:
-            blobs[index] = fetch_blobs(self._agents, each, read, arrived)
+            blobs[index] = fetch_blobs(self._agents, each, read, counted)
 
         try:
             all_at_once([functools.partial(fetch, index, each) for index, each in deltas.items()], cancel=cancel)
-        except TransferAbortedError:  # they are never superseded, but given up, or read too slowly
-            self._num_cut += 1
-            self._full_next = self._num_cut >= _CUTS_UNTIL_FULL
+        except (TransferAbortedError, DeadlineExceededError, DigestMismatchError) as error:
+            # Given up, too slow or unreadable: a full goes on where it was cut off. Who sends nothing is asked again.
+            if any_came.is_set() or not isinstance(error, DeadlineExceededError):
+                self._num_cut += 1
+                self._full_next = self._num_cut >= _CUTS_UNTIL_FULL
             raise
         self._num_cut = 0
         return blobs
@@ -140,7 +159,7 @@ class DeltaIntake:
     ) -> tuple[StagedPatch, Segment] | str:
         """What was changed, for engines that take patches, or why there is nothing for them; the segment is the
         caller's to close."""
-        self._full_next = False  # a version has come, whole
+        self._full_next, self._num_cut = False, 0  # a version has come, whole
         if isinstance(changes, str):
             return changes
         if not self._patch_limit():

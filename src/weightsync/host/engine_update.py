@@ -27,6 +27,7 @@ from weightsync.handles.fanout import DirectEngine, own_words
 from weightsync.host.commit_gate import PendingCommit
 from weightsync.host.staged_requests import full_chunks, full_request, patch_requests, patch_that_fits
 from weightsync.host.staged_version import StagedVersion
+from weightsync.memory import host_nonce
 from weightsync.observe import Recorder, now_s
 from weightsync.transfer.ipc import PackedCudaIpcTransferStrategy
 from weightsync.types import (
@@ -137,7 +138,7 @@ class EngineUpdate:
         strategy = PackedCudaIpcTransferStrategy(keep_mapped=False)  # a trainer may die, and its memory is needed
         self._group = TransferGroup(strategy, model_id=model_id, join_timeout_s=MAX_WAIT_S, recorder=self._recorder)
         self._kept_chunks: (
-            tuple[TensorTable, Mapping[str, int], tuple[PackedCudaIpcWeightUpdateRequest, ...]] | None
+            tuple[TensorTable, Mapping[str, int], str, tuple[PackedCudaIpcWeightUpdateRequest, ...]] | None
         ) = None
         self.takes_patches = self.has_answered = False
         self._leased, self._is_warned_of = leased, False
@@ -256,12 +257,14 @@ class EngineUpdate:
         )
 
     def _chunks_of(self, pulled: StagedVersion) -> tuple[PackedCudaIpcWeightUpdateRequest, ...]:
-        """What a version is given in; made anew where the tensors or their places are others than the last time."""
-        table, offsets = pulled.manifest.table, pulled.offsets
+        """What a version is given in; made anew where the tensors, their places or this host's proof are others than
+        the last time: somebody may clean /dev/shm."""
+        table, offsets, nonce = pulled.manifest.table, pulled.offsets, host_nonce()
         kept = self._kept_chunks
-        if kept is None or kept[0] is not table or kept[1] is not offsets:
-            kept = self._kept_chunks = table, offsets, full_chunks(table, offsets, pulled.segment, self._chunk_bytes)
-        return kept[2]
+        if kept is None or kept[0] is not table or kept[1] is not offsets or kept[2] != nonce:
+            chunks = full_chunks(table, offsets, pulled.segment, self._chunk_bytes)
+            kept = self._kept_chunks = table, offsets, nonce, chunks
+        return kept[3]
 
 
 def _once(recorder: Recorder, deadline: Deadline, hold: PendingCommit | None) -> Callable[[], None]:

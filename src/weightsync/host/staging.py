@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -17,6 +18,7 @@ import torch
 
 from weightsync.errors import NoRoomError, SharedMemoryError, StateError
 from weightsync.memory import Segment
+from weightsync.memory.folder import folder
 from weightsync.plan.boxes import box_runs, whole_box
 from weightsync.plan.safetensors import Layout, plan_layout
 from weightsync.tensors import tensor_from_bytes
@@ -26,6 +28,8 @@ from weightsync.types.publication import Source
 from weightsync.types.table import SpecTable
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,6 +142,9 @@ class Staging:
         self.before_write()
         layout = manifest.table.derive(plan_layout)
         target = self._target
+        if target is not None and target.segment.is_lost:
+            _logger.warning("the staging's segment is lost, and replaced: its file in %s was taken away", folder())
+            target = None
         if target is None or (target.layout is not layout and target.layout != layout):
             self.close()
             try:

@@ -131,6 +131,11 @@ class Segment(Closing):
         """The bytes, to be written. Views of it keep the memory mapped after `close`."""
         return memoryview(self._map)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether somebody took its name away, e.g. whoever cleans /dev/shm: nobody can open it any more."""
+        return self._closed or os.fstat(self._lock_fd).st_nlink == 0
+
     def pin(self) -> None:
         """Asks for pages that are never swapped out. Where the system refuses (`RLIMIT_MEMLOCK`) everything works as
         before.
