@@ -31,6 +31,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _RETRY_AFTER_S = 1
+# One that has passed the gate is sent at once: one that waited for a connection would be sent while the gate is closed.
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=100)
 
 
 class Gate:
@@ -109,13 +111,14 @@ class Gate:
         JSON, which OpenAI's client tries again by itself. The client's own time-out begins when the gate is open.
 
         Args:
-            inner: what sends; httpx's own where not given. It is closed with the client.
+            inner: what sends, and is closed with the client; an `httpx.AsyncHTTPTransport` with any number of
+                connections where not given. The client's own limits, verify and proxies do nothing: they belong here.
         """
-        return _GatedTransport(self, inner or httpx.AsyncHTTPTransport())
+        return _GatedTransport(self, inner or httpx.AsyncHTTPTransport(limits=_LIMITS))
 
     def thread_transport(self, inner: httpx.BaseTransport | None = None) -> httpx.BaseTransport:
         """As `transport`, for `httpx.Client(transport=...)`."""
-        return _GatedThreadTransport(self, inner or httpx.HTTPTransport())
+        return _GatedThreadTransport(self, inner or httpx.HTTPTransport(limits=_LIMITS))
 
     def _check(self, answer: Answer) -> None:
         if answer != "continue":
