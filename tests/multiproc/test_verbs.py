@@ -509,6 +509,15 @@ def test_a_host_that_is_started_again_between_two_steps_is_told(monkeypatch: pyt
             wait_until(lambda: again.model_status("actor").version is not None, "it is told without a step", _LONG_S)
 
 
+def test_the_end_of_the_block_waits_for_number_0_too() -> None:
+    """Seen red: it was withdrawn at once, and the host had nothing."""
+    with weightsync.serve({"actor": build(99, dtype=torch.bfloat16)}, token=TOKEN, port=0) as service:
+        with weightsync.publish(build(5), "actor", to=service.url, token=TOKEN, port=0) as publisher:
+            publisher.step(version=0)
+        assert publisher.not_serving == {}
+        assert service.model_status("actor").version == 0
+
+
 def test_a_wait_that_can_not_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen red: RuntimeError on rank 0, and the others waited for it."""
     with weightsync.publish(build(5), "actor", to="http://127.0.0.1:9", token=TOKEN, port=0) as publisher:

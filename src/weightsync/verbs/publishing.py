@@ -319,7 +319,7 @@ class Publisher(Closing):
         if self._closed:
             return
         try:
-            if wait and self._number:
+            if wait and self._manager.newest >= 0:
                 self._wait_for_the_last()
         finally:
             self._leave()
