@@ -1,12 +1,14 @@
 """A file that is written aside and renamed: the old one or the new one is there, never half of one.
 
 Nobody can foresee its name, and it is made anew, so that no link that another user has put there is followed.
+What is no file, /dev/null say, is written into: root could replace the device by a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,10 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: it can't be written; an older file at `path` is left as it was, and nothing beside it.
     """
     target = Path(path)
+    if _is_device(target):
+        with open(target, "ab") as device:
+            yield device
+        return
     number, aside = tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
     try:
         with os.fdopen(number, "wb") as file:
@@ -31,3 +37,12 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(aside)
         raise
+
+
+def _is_device(target: Path) -> bool:
+    """Whether it is a device or a pipe, or what stands for this process's own output, which may be a file."""
+    try:
+        mode = os.stat(target).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) or str(target) in ("/dev/stdout", "/dev/stderr")

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,21 @@ def test_no_two_events_of_a_thread_overlap_and_none_is_lost(records: list[PhaseR
         # Some moment needs every lane: no lane is opened while another is free.
         depth = max(sum(other.start_ns <= span.start_ns < other.end_ns for other in own) for span in own)
         assert len(track.lanes) <= max(1, depth + sum(span.start_ns == span.end_ns for span in own))
+
+
+def test_what_is_no_file_is_written_into(tmp_path: Path) -> None:
+    """Seen red: it was replaced by a file, and as root /dev/null would be."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    link = tmp_path / "stdout"
+    link.symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for path in (pipe, link):
+            write_chrome_trace([record("load", 1.0, 2.0, "engine")], path)
+            assert stat.S_ISFIFO(path.stat().st_mode)
+            assert json.loads(os.read(reader, 1 << 16))["displayTimeUnit"] == "ms"
+        assert link.is_symlink()
+    finally:
+        os.close(reader)
+    assert sorted(tmp_path.iterdir()) == [pipe, link]
