@@ -33,7 +33,8 @@ class Trained:
         run_id: the trainer's run; None: the one that is known.
         version: number of the weights; None: the worker's next one.
         evaluate: they are to be synced and validated, whatever the mode and `validate_freq` say.
-        learnt: nobody has trained them now: it is what the rollout side serves. It takes over from no run.
+        learnt: nobody has trained them now: it is what the rollout side serves. It takes over from no run; where
+            that run's 0 was taken for served, it is no more, and what is trained is synced.
         claimed: the method asks an agent for them, which may not have them: see `SyncFailed.absent`.
     """
 

@@ -145,7 +145,7 @@ class ModelControl:
             after, _ = step(before, event, self.policy)
             moves = (after.run_id, after.train_version) != (before.run_id, before.train_version)
             number = after.train_version if event.run_id is None or event.version is None else event.version
-            if moves or number == event.version:
+            if moves or (number == event.version and event.run_id in (None, after.run_id)):
                 version = Version(run_id=after.run_id or UNNAMED, number=number)
                 self._shared.method.trained(self.tag, version, sender_endpoint)
             actions = self._stepped(event)

@@ -230,6 +230,9 @@ def _batch_dropped(state: ModelState, num: int | None) -> ModelState:
 
 def _trained(state: ModelState, event: Trained, policy: Policy) -> tuple[ModelState, tuple[Action, ...]]:
     run_id = event.run_id if event.run_id is not None else state.run_id
+    assumed = state.rollout_version == 0 and state.served_run is None  # that 0 is served: nothing else was known
+    if event.learnt and state.told and run_id != state.run_id and assumed:
+        return _go_on(dataclasses.replace(state, rollout_version=-1, served_run=run_id, wanted=True), policy)
     in_vain = state.overdue and state.rollout_version < 0  # nothing of this run was ever served, and nobody tries it
     back = (*state.replaced[-1:], state.served_run) if in_vain else ()
     if run_id in set(state.replaced) - set(back) or (event.learnt and state.told and run_id != state.run_id):

@@ -14,7 +14,7 @@ from tests.unit.control.test_controller import LONG_S, Method, until
 from tests.unit.control.test_state import Machine
 from weightsync.control import controller as controller_module
 from weightsync.control.controller import WeightSyncController
-from weightsync.control.events import RetryDue, StartSync, SyncFailed, Trained
+from weightsync.control.events import BatchReady, RetryDue, StartSync, SyncFailed, Trained
 from weightsync.control.methods.fleet import FleetMethod
 from weightsync.control.pool import RolloutPool
 from weightsync.control.state import _MAX_REPLACED, _MAX_WORKERS
@@ -169,6 +169,36 @@ def test_what_a_pool_has_learnt_is_brought_to_all_whatever_the_mode(monkeypatch:
     controller = WeightSyncController({"sync_mode": "batch-async", "staleness_threshold": 9}, method)
     controller._learnt([ModelVersion(model_id="default", run_id="r1", version=1, sender_endpoint=AGENT)])
     assert controller.wait_version("r1", "default", 1, timeout_s=LONG_S)
+    controller.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "batch-async", "fully-async"])
+@pytest.mark.parametrize("with_batch", [False, True])
+def test_number_0_is_served_no_more_where_an_earlier_run_is(mode: Any, with_batch: bool) -> None:
+    """A controller was started anew while number 0 was on its way. Seen red: VersionError, and it was never brought."""
+    machine = Machine(mode=mode)
+    assert machine.train(0, run_id="new") == ()
+    if with_batch:
+        machine(BatchReady())
+    learnt = Trained(worker="fleet", run_id="old", version=57, learnt=True)
+    assert machine(learnt) == (StartSync(run_id="new", version=0),)
+    assert machine.state.rollout_version == -1
+    machine.synced()
+    assert (machine.state.rollout_version, machine.state.wanted) == (0, False)
+    with pytest.raises(VersionError, match="run old was taken over by new"):
+        machine(learnt)
+
+
+def test_a_number_0_that_was_told_before_a_pool_has_learnt_is_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it counted as served at once, and hosts went on with the run before."""
+    monkeypatch.setattr(controller_module, "in_thread", lambda call, name: call())
+    method = Remembers()
+    controller = WeightSyncController({"sync_mode": "sync"}, method)
+    controller.train_worker_notify_weight_update("w", "default", "new", 0)
+    controller._learnt([ModelVersion(model_id="default", run_id="old", version=57, sender_endpoint=AGENT)])
+    until(lambda: method.synced == [("default", "new/0")], "it is brought")
+    assert controller.wait_version("new", "default", 0, timeout_s=LONG_S)
+    assert method.told == ["new/0"], "nothing of a run new that has 57"
     controller.close()
 
 

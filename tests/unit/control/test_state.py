@@ -515,6 +515,12 @@ class AllInterleavings(RuleBasedStateMachine):
             self.feed(Trained(worker="w0", run_id=run_id, version=version))
         assert self.state == before
 
+    @precondition(lambda self: self.state.told and not self.state.rollout_version and self.state.served_run is None)
+    @rule()
+    def another_run_is_found_to_be_served(self) -> None:
+        self.feed(Trained(worker="fleet", run_id="before", version=57, learnt=True))
+        assert self.state.rollout_version == -1
+
     @precondition(lambda self: self.state.syncing is not None)
     @rule(ok=st.booleans())
     def a_sync_ends(self, ok: bool) -> None:
