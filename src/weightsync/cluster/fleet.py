@@ -16,7 +16,13 @@ from weightsync.cluster.placement import FleetPlacement, actor_options, reserved
 from weightsync.cluster.ray_calls import kill, running_ray
 from weightsync.cluster.service_actor import FleetEngineFactory, RayService, RolloutServiceActor, ServiceContext
 from weightsync.config import WeightSyncConfig
-from weightsync.errors import ConfigError, DeadlineExceededError, EngineUnreachableError, InvalidRequestError
+from weightsync.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    EngineUnreachableError,
+    InvalidRequestError,
+    WeightSyncError,
+)
 from weightsync.host.settings import pull_settings
 from weightsync.types import Deadline
 from weightsync.types.control import InstanceStatus
@@ -59,6 +65,7 @@ class RayFleet:
         self._stack = stack
         self._controller_returns = controller_returns
         self._bundles: dict[str, tuple[Any, int]] = {}
+        self._ended: dict[str, str] = {}  # URLs of processes that were replaced, by name: they have a lease still
 
     def add_service(self, *, timeout_s: float) -> RayService:
         """One more service, wherever the cluster has room for it. It takes part when it serves what the fleet serves:
@@ -94,6 +101,9 @@ class RayFleet:
         if service_id not in self.services:
             raise InvalidRequestError(f"there is no service {service_id!r}; there are {', '.join(self.services)}")
         service, deadline = self.services[service_id], Deadline(timeout_s)
+        with contextlib.suppress(WeightSyncError):  # a controller that is gone knows nothing of the old one
+            if (old := self._instances(deadline).get(service_id)) is not None:
+                self._ended[service_id] = old.url
         while True:
             kill(service.actor)
             service.replace(self._start(service_id, self._bundles[service_id]).actor)
@@ -118,8 +128,10 @@ class RayFleet:
         never = "is not known: the controller did not answer"
         while True:
             try:
-                status = self.controller.status(timeout_s=max(_LEAST_S, min(10.0, deadline.remaining_s)))
-                found = {each.instance_id: each for each in status.instances}
+                found = self._instances(deadline)
+                for who in tuple(self._ended):
+                    if not self._is_ended(found.get(who)):  # nor is what comes next, at whatever URL
+                        self._ended.pop(who, None)
                 never = "was never heard"
             except DeadlineExceededError as error:
                 _logger.info("the controller is asked again: %s", error)
@@ -127,15 +139,33 @@ class RayFleet:
                 if deadline.expired or not self._controller_returns:
                     raise
                 found = {}
-            missing = {who: found.get(who) for who in wanted if who not in found or found[who].state != "live"}
+            missing = {
+                who: found.get(who)
+                for who in wanted
+                if who not in found or found[who].state != "live" or self._is_ended(found[who])
+            }
             if not missing:
                 return
             if deadline.expired:
                 states = "; ".join(
-                    f"{who} is {each.state}: {each.why}" if each else f"{who} {never}" for who, each in missing.items()
+                    f"{who} {never}"
+                    if each is None
+                    else f"{who} was started again, and its old process has a lease still"
+                    if self._is_ended(each)
+                    else f"{who} is {each.state}: {each.why}"
+                    for who, each in missing.items()
                 )
                 raise DeadlineExceededError(f"not all services take part within {timeout_s:g} s: {states}")
             time.sleep(_LOOK_S)
+
+    def _instances(self, deadline: Deadline) -> dict[str, InstanceStatus]:
+        status = self.controller.status(timeout_s=max(_LEAST_S, min(10.0, deadline.remaining_s)))
+        return {each.instance_id: each for each in status.instances}
+
+    def _is_ended(self, seen: InstanceStatus | None) -> bool:
+        """Whether that is a process that was replaced, whose lease is not over."""
+        url = None if seen is None else self._ended.get(seen.instance_id)
+        return seen is not None and url is not None and seen.state in ("live", "suspect") and seen.url == url
 
     def _start(self, service_id: str, bundle: tuple[Any, int]) -> RayService:
         self._bundles[service_id] = bundle

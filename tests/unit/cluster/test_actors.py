@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tests.standins.processes import free_port
 from weightsync.clients.controller import ControllerClient
 from weightsync.cluster import actors as actors_module
+from weightsync.cluster import fleet as fleet_module
 from weightsync.cluster import launch as launching
 from weightsync.cluster import manager
 from weightsync.cluster import trainer_actor as trainer_actor_module
@@ -33,6 +34,7 @@ from weightsync.cluster.launch import config_of, meeting_address
 from weightsync.cluster.manager import RayWeightSync
 from weightsync.cluster.placement import FleetPlacement, Placement, actor_options
 from weightsync.cluster.ranks import RayRank
+from weightsync.cluster.service_actor import RayService
 from weightsync.cluster.trainer_actor import RankContext, TrainerActor
 from weightsync.config import WeightSyncConfig
 from weightsync.control.build import Built as BuiltController
@@ -717,3 +719,30 @@ def test_services_are_waited_for_though_an_answer_of_the_controller_takes_too_lo
         Slow.answers += [DeadlineExceededError("no CPU")]
         with pytest.raises(DeadlineExceededError, match="service-0 is not known: the controller did not answer"):
             fleet.wait_live(("service-0",), timeout_s=0.0)
+
+
+def test_a_service_that_was_started_again_is_not_waited_for_by_its_old_processes_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen red: the process that had just been killed was still live for the controller, and the wait was over."""
+    old, new = (
+        SimpleNamespace(instance_id="service-0", state="live", why=None, url=f"http://{name}")
+        for name in ("old", "new")
+    )
+    answers = [old, old, old, new]
+    controller = SimpleNamespace(status=lambda *, timeout_s: SimpleNamespace(instances=(answers.pop(0),)))
+    monkeypatch.setattr(fleet_module, "kill", lambda actor: None)
+    monkeypatch.setattr(RayFleet, "_start", lambda *given: RayService(None, name="service-0"))
+    monkeypatch.setattr(RayService, "ready", lambda *given, timeout_s: Whereabouts("node", "ip", 1))
+    with contextlib.ExitStack() as stack:
+        fleet = RayFleet(
+            cast(Any, controller), cast(Any, SimpleNamespace(controller=("http://c", "token"))), cast(Any, None),
+            FleetPlacement(), {}, stack, controller_returns=False,
+        )  # fmt: skip
+        fleet.services["service-0"] = RayService(None, name="service-0")
+        fleet._bundles["service-0"] = (None, 0)
+        fleet.restart_service("service-0", timeout_s=60.0)
+        with pytest.raises(DeadlineExceededError, match="service-0 was started again, and its old process has a lease"):
+            fleet.wait_live(timeout_s=0.0)
+        fleet.wait_live(timeout_s=60.0)
+        assert answers == []
