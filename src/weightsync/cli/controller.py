@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weightsync.cli.shared import Token, Verify, stop_event, told
 from weightsync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weightsync.control.build import Built
 
 _SERVICE_TOKEN = "WEIGHTSYNC_SERVICE_TOKEN"
 
@@ -91,3 +96,25 @@ def controller(
             print(f"sync_method {settings.sync_method}: waits for {waits_for(settings, built.url)}", flush=True)
             stop.wait()
             print("stopped by a signal", flush=True)
+            if built.controller.method.end_within_s:
+                _let_end(built)
+
+
+def _let_end(built: Built) -> None:
+    """Closes it; a sync that runs comes to its end, since nobody else would resume the engines that it has paused."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    built.close()
+    controller, most_s = built.controller, built.controller.method.end_within_s
+    if controller.wait_ended(timeout_s=0.0):
+        return
+    syncs = [each for each in controller.records() if each.outcome == "running"]
+    whose = ", ".join(f"version {each.version} of {each.model_tag}" for each in syncs)
+    print(
+        f"waits {most_s:.0f} s at most for the sync of {whose}, which has engines paused; a second signal ends at "
+        "once, and leaves them paused",
+        file=sys.stderr,
+        flush=True,
+    )
+    if not controller.wait_ended(timeout_s=most_s):
+        print("that sync has not ended: its engines may stand paused until the next one", file=sys.stderr, flush=True)

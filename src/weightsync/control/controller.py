@@ -35,7 +35,7 @@ from weightsync.control.state import Policy
 from weightsync.errors import ConfigError, InvalidRequestError, StateError, VersionError
 from weightsync.handles.fanout import in_thread
 from weightsync.observe import LONG_RUN_BYTES, Recorder, now_s
-from weightsync.types import Version
+from weightsync.types import Deadline, Version
 from weightsync.types.control import (
     ControllerStatus,
     RolloutServiceState,
@@ -357,8 +357,16 @@ class WeightSyncController:
         self._shared.listeners.append(changed)
         return lambda: self._shared.listeners.remove(changed)
 
+    def wait_ended(self, *, timeout_s: float) -> bool:
+        """Waits until no sync is running; whether none is. Behind `close`, since that ends none: the process that ends
+        within one leaves engines of some methods paused, see `SyncMethod.end_within_s`.
+        """
+        deadline = Deadline(check_wait_s("timeout_s", timeout_s, may_be_0=True))
+        return all(model.ended(deadline.remaining_s) for model in self._models.values())
+
     def close(self) -> None:
-        """Starts nothing any more, and unlocks the modules. A sync that is running goes on to its end. Idempotent."""
+        """Starts nothing any more, and unlocks the modules. A sync that is running goes on to its end, see
+        `wait_ended`. Idempotent."""
         self._shared.closed.set()
         for model in self._models.values():
             model.close()

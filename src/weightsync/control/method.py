@@ -75,6 +75,10 @@ class SyncMethod(abc.ABC):
     orders: Mapping[str, PushOrders] = MappingProxyType({})
     """By model: the syncs that training ranks elsewhere take as orders."""
 
+    end_within_s: float = 0.0
+    """How long a sync may take at most of a method whose engines stay paused, for good, where the process ends within
+    it: whoever ends that waits for the sync. 0: there is no need to."""
+
     def attach(self, *, learnt: Callable[[Sequence[ModelVersion]], None], members: Callable[[], object]) -> None:
         """A controller takes this method into service. Both calls return at once.
 

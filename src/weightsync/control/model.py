@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -96,6 +97,7 @@ class ModelControl:
         self._retry, self._late = Alarm(), Alarm()
         self._step = StepWatch(shared.step_timeout_s, self._step_lost)
         self._retry_at_s: float | None = None  # monotonic
+        self._running: concurrent.futures.Future[None] | None = None  # the sync that was started last
         self._last_error: str | None = None
         self._last_validation: ValidationResult | None = None
         self._history = SyncHistory(tag, lambda: shared.method.spans(tag))
@@ -209,6 +211,11 @@ class ModelControl:
         if report():
             self.wait(lambda model: goal is None or model.state.syncing is not goal, timeout_s)
 
+    def ended(self, timeout_s: float) -> bool:
+        """Waits until the sync that runs has ended, also of a controller that is closed; whether it has."""
+        running = self._running
+        return running is None or not concurrent.futures.wait([running], timeout_s).not_done
+
     def look_again(self) -> None:
         """Who waits looks whether it still has to."""
         with self._changed:
@@ -311,6 +318,7 @@ class ModelControl:
         match action:
             case StartSync():
                 running = in_thread(lambda: self._sync(action), name=f"weightsync-sync-{self.tag}")
+                self._running = running
                 running.add_done_callback(lambda done: self._lost(action, done.exception()))
             case RetryAfter(seconds=seconds):
                 try:

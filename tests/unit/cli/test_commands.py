@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -9,18 +10,26 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fastapi import Request
 from safetensors.torch import save_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from tests.unit.handles.sglang_kit import write_checkpoint
+from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.cli import app, doctor
+from weightsync.clients.controller import ControllerClient
+from weightsync.control.methods.folder import VersionFolder
 from weightsync.memory import folder
 from weightsync.net.server import Api, ServerThread
+from weightsync.types import Version
 
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": ""}
 COMMANDS = (
@@ -261,6 +270,57 @@ def test_ctrl_c_ends_a_controller_well(yaml: Path) -> None:
         process.kill()
     assert (process.returncode, out) == (0, "stopped by a signal\n")
     assert "Traceback" not in said
+
+
+class SlowVllm(VllmStandIn):
+    """Loads no sooner than it is let."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        self.loads, self.may_load = threading.Event(), threading.Event()
+
+    async def _rpc(self, request: Request) -> dict[str, Any]:
+        self.loads.set()
+        await asyncio.to_thread(self.may_load.wait, 30.0)
+        return await super()._rpc(request)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_controller_that_is_ended_within_a_load_waits_for_it_and_at_a_second_signal_does_not(
+    twice: bool, tmp_path: Path
+) -> None:
+    """Nobody else resumes the engines. Seen red: it ended at once, and they were paused for good."""
+    engine = SlowVllm(write_checkpoint(tmp_path / "start", 0))
+    version = Version(run_id="run", number=1)
+    VersionFolder(tmp_path / "versions").publish("actor", version, lambda into: write_checkpoint(into, 1))
+    config = tmp_path / "disk.yaml"
+    service = f"{{base_url: '{engine.start()}', model_tag: actor}}"
+    config.write_text(
+        f"weight_sync: {{sync_method: disk, sync_mode: fully-async, sync_weight_path: {tmp_path / 'versions'}, "
+        f"inference_service: {service}, fleet: {{port: 0}}}}\n"
+    )
+    process = started("controller", "--config", config)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        url = process.stdout.readline().split()[4]
+        with contextlib.closing(ControllerClient(url)) as client:
+            client.train_worker_notify_weight_update("trainer", "actor", "run", 1)
+        assert engine.loads.wait(30.0)
+        process.send_signal(signal.SIGTERM)
+        said = next((line for line in process.stderr if line.startswith("waits ")), "it ended")
+        assert re.fullmatch(r"waits \d+ s at most for the sync of version 1 of actor, which has engines .*\n", said)
+        if twice:
+            process.send_signal(signal.SIGTERM)
+        else:
+            engine.may_load.set()
+        process.communicate(timeout=30)
+    finally:
+        engine.may_load.set()
+        process.kill()
+        engine.close()
+    assert (process.returncode, engine.called()[-1] == "/resume") == ((-signal.SIGTERM, False) if twice else (0, True))
+    assert engine.paused == ("keep" if twice else None)
 
 
 @pytest.mark.parametrize("command", ["serve", "agent"])

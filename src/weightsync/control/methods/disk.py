@@ -99,6 +99,9 @@ class DiskMethod(SyncMethod):
         self._token = token
         self._timeout_s = check_wait_s("timeout_s", timeout_s)
         self._compare = compare_checksums
+        steps_s = self._timeout_s + _RESUME_S + (min(self._timeout_s, _SUMS_S) if compare_checksums else 0.0)
+        met_s = _PROBE_S * (1 + 2 * max(map(len, self._urls.values())))
+        self.end_within_s = met_s + steps_s + 4 * _GRACE_S
         self._lock = threading.Lock()
         self._known: dict[str, Capabilities] = {}
         self._engines: dict[str, DiskEngine[Any]] = {}
