@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from weightsync.types.control import (
     SyncReply,
     TrainedRequest,
     WaitVersionRequest,
+    plain_values,
 )
 from weightsync.types.fleet import HeartbeatReply, HeartbeatRequest
 from weightsync.types.push_orders import NextPushReply, NextPushRequest, PushDoneReply, PushDoneRequest, PushOrder
@@ -139,11 +140,14 @@ class ControllerClient(JsonClient):
         return self._gate("/wait_version", message, wait_s, timeout_s) == "continue"
 
     def end_validate(
-        self, model_tag: str, result: dict[str, float | int | str | bool | None] | None = None, *,
+        self, model_tag: str, result: Mapping[str, Any] | None = None, *,
         version: int | None = None, timeout_s: float = 10.0,
     ) -> RolloutServiceState:  # fmt: skip
-        """The validation that was running has ended, with this result; see `WeightSyncController.end_validate`."""
-        message = EndValidateRequest(model_tag=model_tag, result=result, version=version)
+        """The validation that was running has ended, with this result; see `WeightSyncController.end_validate`. Numbers
+        of numpy and torch become numbers, and what is no value becomes a text.
+        """
+        values = None if result is None else plain_values(result)
+        message = EndValidateRequest(model_tag=model_tag, result=values, version=version)
         return self.call("POST", "/end_validate", RolloutServiceState, message=message, timeout_s=timeout_s)
 
     def heartbeat(self, request: HeartbeatRequest, *, timeout_s: float = 5.0) -> HeartbeatReply:

@@ -32,9 +32,10 @@ def encode(message: Any) -> bytes:
     """A message as JSON.
 
     Raises:
-        InvalidRequestError: some text in it can't be said in UTF-8 (a lone surrogate), or a number is none of JSON's.
+        InvalidRequestError: some text in it can't be said in UTF-8 (a lone surrogate), or a number is none of JSON's,
+            or of another library.
     """
     try:
         return msgspec.json.encode(message)
-    except (UnicodeEncodeError, ValueError, OverflowError) as error:
+    except (UnicodeEncodeError, ValueError, OverflowError, TypeError) as error:
         raise InvalidRequestError(f"this can't be told to another process: {error}") from error

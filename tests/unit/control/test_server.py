@@ -118,6 +118,17 @@ def test_an_end_of_another_validation_is_none(served: Served) -> None:
     assert client.end_validate("actor", version=2).waiting_for_validation is None
 
 
+def test_a_score_of_numpy_is_a_number_to_the_controller_and_any_other_is_refused_in_words(served: Served) -> None:
+    """Seen red: TypeError, no error of ours: the validator died of it, and rollout waited an hour for it."""
+    client = served.client
+    client.train_worker_notify_weight_update("w", "actor", "run", 2, wait_s=LONG_S)
+    ended = client.end_validate("actor", {"reward": np.float64(0.5), "n": np.int64(3), "of": np.float32(2)})
+    assert ended.last_validation is not None
+    assert ended.last_validation.result == {"reward": 0.5, "n": 3, "of": 2}
+    with pytest.raises(InvalidRequestError, match=r"can't be told to another process: .*numpy\.int64"):
+        client.end_validate("actor", version=np.int64(2))  # type: ignore[arg-type]
+
+
 def test_what_a_validation_of_this_process_says_is_said_in_json() -> None:
     """Seen red: the status, and each answer to a trainer, was an internal error until the next validation ended."""
 
