@@ -148,13 +148,13 @@ def probe(url: str, *, token: str | None = None, verify: bool | str = True, time
         return asker.capabilities()
 
 
-def served_models(url: str, *, token: str | None = None, timeout_s: float = 10.0) -> tuple[str, ...] | None:
-    """The names under which a server, or those behind a router, serve models; None where it lists none.
-
-    Raises:
-        WeightSyncError: as `probe`.
+def served_models(
+    url: str, *, token: str | None = None, verify: bool | str = True, timeout_s: float = 10.0
+) -> tuple[str, ...] | None:
+    """The names under which a server, or those behind a router, serve models; None where it lists none. Arguments and
+    errors are those of `probe`.
     """
-    with contextlib.closing(_Asker(url, token=token, verify=True, deadline=Deadline(timeout_s))) as asker:
+    with contextlib.closing(_Asker(url, token=token, verify=verify, deadline=Deadline(timeout_s))) as asker:
         return asker.models()
 
 

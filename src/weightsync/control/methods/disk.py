@@ -62,6 +62,7 @@ class DiskMethod(SyncMethod):
         running, kv_cache, load_format: see `DiskSettings`.
         engine_root: the folder's root as engines see it, where that is another path.
         token: bearer token for each of `urls`, and for the workers of a router.
+        verify: see `JsonClient`.
         timeout_s: how long an engine may take to load. Comparing and resuming have a minute and 10 s more.
         compare_checksums: whether checksums are compared. All engines stay paused until the slowest has loaded then;
             else each goes on by itself.
@@ -85,6 +86,7 @@ class DiskMethod(SyncMethod):
         load_format: str | None = None,
         engine_root: str | None = None,
         token: str | None = None,
+        verify: bool | str = True,
         timeout_s: float = 300.0,
         compare_checksums: bool = True,
     ) -> None:
@@ -97,6 +99,7 @@ class DiskMethod(SyncMethod):
         self._served_model = served_model
         self._engine_root = Path(engine_root) if engine_root is not None else folder.root
         self._token = token
+        self._verify = verify
         self._timeout_s = check_wait_s("timeout_s", timeout_s)
         self._compare = compare_checksums
         steps_s = self._timeout_s + _RESUME_S + (min(self._timeout_s, _SUMS_S) if compare_checksums else 0.0)
@@ -179,7 +182,7 @@ class DiskMethod(SyncMethod):
             if not self.peers.live(model_id, (url.rstrip("/"),)):  # it may be gone, which is known already
                 found.append(url.rstrip("/"))
             elif self._capabilities(url).engine == "sglang-router":
-                with contextlib.closing(SGLangRouter(url, token=self._token)) as router:
+                with contextlib.closing(SGLangRouter(url, token=self._token, verify=self._verify)) as router:
                     found += router.workers(timeout_s=min(_PROBE_S, deadline.check("list of workers", peer=url)))
             else:
                 found.append(url.rstrip("/"))
@@ -213,7 +216,7 @@ class DiskMethod(SyncMethod):
         with self._lock:
             known = self._known.get(url)
         if known is None:
-            known = probe(url, token=self._token, timeout_s=_PROBE_S)
+            known = probe(url, token=self._token, verify=self._verify, timeout_s=_PROBE_S)
             self._check_is_meant(known)
             with self._lock:
                 self._known[url] = known
@@ -233,7 +236,7 @@ class DiskMethod(SyncMethod):
             )
         if self._served_model is None:
             return
-        served = served_models(known.url, token=self._token, timeout_s=_PROBE_S)
+        served = served_models(known.url, token=self._token, verify=self._verify, timeout_s=_PROBE_S)
         if served is not None and self._served_model not in served and not self._has_loaded(known, served):
             raise ConfigError(
                 f"inference_service.model is {self._served_model!r}, and {known.url} serves {', '.join(served)}",
@@ -267,9 +270,9 @@ class DiskMethod(SyncMethod):
         sums = self._compare and known.can(Feature.CHECKSUM)
         made: DiskEngine[Any]
         if known.engine == "vllm":
-            made = VllmDisk(VllmReloadApi(url, token=self._token), self._settings, sums=sums)
+            made = VllmDisk(VllmReloadApi(url, token=self._token, verify=self._verify), self._settings, sums=sums)
         else:
-            made = SGLangDisk(SGLangApi(url, token=self._token), self._settings, sums=sums)
+            made = SGLangDisk(SGLangApi(url, token=self._token, verify=self._verify), self._settings, sums=sums)
         with self._lock:
             return self._engines.setdefault(url, made)
 

@@ -62,6 +62,7 @@ class ToldService:
         weights: the folder of versions, or a path that always has the newest weights.
         weight_type: kind of weights.
         token: bearer token.
+        verify: see `JsonClient`.
         timeout_s: how long it may take.
     """
 
@@ -70,6 +71,7 @@ class ToldService:
     weights: VersionFolder | str
     weight_type: str = "full"
     token: str | None = dataclasses.field(default=None, repr=False)
+    verify: bool | str = True
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -108,7 +110,9 @@ class ToldService:
 
     def _client(self) -> ForeignClient:
         needs = "a told service answers POST /update_weights"
-        return ForeignClient(self.base_url, runs="an inference service", needs=needs, token=self.token)
+        return ForeignClient(
+            self.base_url, runs="an inference service", needs=needs, token=self.token, verify=self.verify
+        )
 
     @contextlib.contextmanager
     def _path(self, model_tag: str, version: Version) -> Iterator[str]:

@@ -67,8 +67,9 @@ def method_of(
             folder = VersionFolder(_needed(config.sync_weight_path, "sync_weight_path", config.sync_method))
             urls = dict.fromkeys(models, _base_url(config, models))
             return DiskMethod(
-                folder, urls, backend=service.backend, served_model=service.model, token=token, timeout_s=timeout_s
-            )
+                folder, urls, backend=service.backend, served_model=service.model, token=token, verify=verify,
+                timeout_s=timeout_s,
+            )  # fmt: skip
         case "network":
             each = ToldService(
                 base_url=_base_url(config, models),
@@ -76,6 +77,7 @@ def method_of(
                 weights=_needed(config.sync_weight_path, "sync_weight_path", "network"),
                 weight_type=service.weight_type,
                 token=token,
+                verify=verify,
                 timeout_s=timeout_s,
             )
             return NetworkMethod(dict.fromkeys(models, each))

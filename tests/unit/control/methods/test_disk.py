@@ -28,6 +28,7 @@ from weightsync.errors import (
     SyncFailedError,
     VersionError,
 )
+from weightsync.net.client import JsonClient
 from weightsync.types import Version
 from weightsync.types.control import UNNAMED
 
@@ -579,3 +580,21 @@ def test_a_server_that_the_configuration_does_not_mean_is_refused_before_anythin
     with pytest.raises(ConfigError, match=r"backend is 'sglang', and http://\S+ is vllm"):
         place.method(other, backend="sglang").initialize()
     place.method(other, backend="vllm", served_model="not listed, so not known").initialize()
+
+
+def test_whoever_is_called_is_proved_by_the_same_authority(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router, its worker, a vLLM, and their lists of models. Seen red: the system's authorities alone."""
+    made: list[Any] = []
+    init = JsonClient.__init__
+
+    def spied(client: JsonClient, *args: Any, **options: Any) -> None:
+        made.append(options.get("verify", True))
+        init(client, *args, **options)
+
+    monkeypatch.setattr(JsonClient, "__init__", spied)
+    vllm, (_, router) = place.vllm(), place.sglang(1)
+    for server in (vllm, router):
+        server.app.add_api_route("/v1/models", lambda: {"data": [{"id": "m"}]}, methods=["GET"])
+    place.publish(1)
+    assert place.method(vllm, router, served_model="m", verify="ca.pem").sync_weights("actor", v(1)) == 1
+    assert set(made) == {"ca.pem"}

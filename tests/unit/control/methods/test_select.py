@@ -18,6 +18,7 @@ from weightsync.control.methods.hosted import ServedWeights
 from weightsync.control.methods.mock import MockMethod
 from weightsync.control.methods.network import NetworkMethod
 from weightsync.control.methods.push import PushMethod
+from weightsync.control.methods.select import method_of
 from weightsync.control.methods.tinker import TinkerMethod
 from weightsync.control.methods.weaver import WeaverMethod
 from weightsync.control.pool import RolloutPool
@@ -173,3 +174,12 @@ def test_a_controller_with_its_server_is_closed_as_one() -> None:
     ) as it:
         it.controller.train_worker_notify_weight_update("w", "b", "r", 1, timeout_s=5.0)
         assert it.controller.rollout_service_state("b").rollout_model_version == 1
+
+
+@pytest.mark.parametrize("named", [{"sync_method": "disk"}, {"sync_method": "network"}])
+def test_the_authority_that_is_given_is_read(named: dict[str, Any], tmp_path: Path) -> None:
+    """Seen red: it was given to rollout services alone; these failed each sync at the certificate."""
+    service = {**SERVICE, "base_url": "https://127.0.0.1:1"}
+    config = WeightSyncConfig.load({**named, "inference_service": service, "sync_weight_path": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"verify is 'ca\.pem'"):
+        method_of(config, ["actor"], verify="ca.pem").initialize()
