@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightsync.cli.shared import Token, Verify, stop_event, told
+from weightsync.cli.shared import Token, Verify, announce, stop_event, told
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ def controller(
             settings, token=token, service_token=service_token, verify=verify or True, tls=tls
         ) as built:
             models = ", ".join(built.controller.model_tags)
-            print(f"controller of {models} at {built.url} (process {os.getpid()})", flush=True)
-            print(f"sync_method {settings.sync_method}: waits for {waits_for(settings, built.url)}", flush=True)
+            announce(f"controller of {models} at {built.url} (process {os.getpid()})")
+            announce(f"sync_method {settings.sync_method}: waits for {waits_for(settings, built.url)}")
             stop.wait()
-            print("stopped by a signal", flush=True)
+            announce("stopped by a signal")
             if built.controller.method.end_within_s:
                 _let_end(built)
 
@@ -110,11 +110,10 @@ def _let_end(built: Built) -> None:
         return
     syncs = [each for each in controller.records() if each.outcome == "running"]
     whose = ", ".join(f"version {each.version} of {each.model_tag}" for each in syncs)
-    print(
+    announce(
         f"waits {most_s:.0f} s at most for the sync of {whose}, which has engines paused; a second signal ends at "
         "once, and leaves them paused",
         file=sys.stderr,
-        flush=True,
     )
     if not controller.wait_ended(timeout_s=most_s):
-        print("that sync has not ended: its engines may stand paused until the next one", file=sys.stderr, flush=True)
+        announce("that sync has not ended: its engines may stand paused until the next one", file=sys.stderr)

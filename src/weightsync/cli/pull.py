@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.shared import MAX_S, Token, TrustKey, Verify, sigterm_raises, stop_event, told
+from weightsync.cli.shared import MAX_S, Token, TrustKey, Verify, announce, sigterm_raises, stop_event, told
 from weightsync.errors import ConfigError, DeadlineExceededError
 
 
@@ -42,7 +42,7 @@ def agent(
 
             def say(report: OffloadReport) -> None:
                 if not report.published:
-                    print(f"version {report.version.number} was not published: {report.why}", file=sys.stderr)
+                    announce(f"version {report.version.number} was not published: {report.why}", file=sys.stderr)
                     return
                 while not stop.is_set():  # the proof of a large model takes a while, and a signal is not kept waiting
                     with contextlib.suppress(DeadlineExceededError):
@@ -50,16 +50,15 @@ def agent(
                         break
                 else:
                     return
-                print(
+                announce(
                     f"version {report.version} is published: {report.copied_bytes / 1e6:.1f} MB in "
-                    f"{report.seconds:.2f} s",
-                    flush=True,
+                    f"{report.seconds:.2f} s"
                 )
 
             publisher = FolderPublisher(folder, manager, every_s=every_s)
             report = publisher.publish()
             stop = stop_event()
-            print(f"serving {folder} as model {model_id!r} at {manager.endpoint}", flush=True)
+            announce(f"serving {folder} as model {model_id!r} at {manager.endpoint}")
             say(report)
             publisher.watch(stop, say)
 

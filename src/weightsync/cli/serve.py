@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightsync.cli.shared import Token, TrustKey, Verify, sigterm_raises, stop_event, told
+from weightsync.cli.shared import Token, TrustKey, Verify, announce, sigterm_raises, stop_event, told
 from weightsync.control.web.headline import seconds_text
 from weightsync.errors import ConfigError
 
@@ -149,14 +149,14 @@ def serve(
             whom = f"following {', '.join(followed)}" if followed else "waiting for a trainer that names this service"
             if status.controller is not None:
                 whom = f"in the fleet of {status.controller}, which says what is served"
-            print(f"{', '.join(status.models)} at {running.url} (process {os.getpid()}), {whom}", flush=True)
+            announce(f"{', '.join(status.models)} at {running.url} (process {os.getpid()}), {whom}")
             _watch(running, stop)
         left = "go on with what they serve"
         if status.controller is not None:
             left = "answer nothing: they are in no fleet now"
         elif status.lease is not None:
             left += ", those that look at its lease for as long as it was lent"
-        print(f"stopped by a signal; engines {left}", flush=True)
+        announce(f"stopped by a signal; engines {left}")
 
 
 def _models(pairs: Sequence[str]) -> dict[str, list[str]]:
@@ -182,11 +182,10 @@ def _print_lease(path: str) -> None:
     path = os.path.abspath(path)
     if not os.path.exists(path):
         ServingLease(path).release()
-    print(
+    announce(
         f"lease file {path}; start vLLM with these beside its other options:\n"
         f"  WEIGHTSYNC_LEASE_FILE={path} VLLM_SERVER_DEV_MODE=1\n"
-        f"  --middleware {LEASE_MIDDLEWARE}",
-        flush=True,
+        f"  --middleware {LEASE_MIDDLEWARE}"
     )
 
 
@@ -205,14 +204,14 @@ def _watch(running: Service, stop: threading.Event) -> None:
             now = f"{status.run_id}/{status.version}" if status.version is not None and status.state == "idle" else ""
             if now and served.get(model_id) != now:
                 served[model_id] = now
-                print(f"{model_id} serves {now}: {_how(status, reasons)}", flush=True)
+                announce(f"{model_id} serves {now}: {_how(status, reasons)}")
             troubles.setdefault(model_id, _Trouble()).look(
                 model_id, _trouble(status), over=f"{model_id}: it came right"
             )
             moved = status.progress
             if moved is not None and moved.is_long and time.monotonic() - last_s > _PROGRESS_S:
                 last_s = time.monotonic()
-                print(f"{model_id}: {moved}", flush=True)
+                announce(f"{model_id}: {moved}")
 
 
 class _Trouble:
@@ -232,12 +231,12 @@ class _Trouble:
         now_s = self._clock()
         if not trouble:
             if over and self._next_s > _FIRST_S:
-                print(over, flush=True)
+                announce(over)
             self._since_s, self._next_s = None, _FIRST_S
             return
         self._since_s = now_s if self._since_s is None else self._since_s
         if (lasts_s := now_s - self._since_s) >= self._next_s:
-            print(f"{whose}, for {seconds_text(lasts_s)} now: {trouble}", flush=True)
+            announce(f"{whose}, for {seconds_text(lasts_s)} now: {trouble}")
             self._next_s = lasts_s + min(lasts_s, _LONGEST_S)
 
 

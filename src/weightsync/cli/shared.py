@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -170,6 +170,20 @@ def told(*, otherwise: int = 1, of_files: int = 1) -> Iterator[None]:
             raise typer.Exit(BROKEN_PIPE) from None
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(of_files) from None
+
+
+def announce(text: str, *, file: TextIO | None = None) -> None:
+    """A line of a command that runs on: where it can't be written, as on a disk that is full, it is lost, and nothing
+    else is. A reader that has gone ends the command.
+
+    Raises:
+        BrokenPipeError: it has.
+    """
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        if reader_has_gone(error):
+            raise
 
 
 def in_words(error: Exception) -> str:

@@ -200,10 +200,10 @@ def silent() -> Iterator[tuple[str, socket.socket]]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", listener
 
 
-def started(*words: object, before: str = "") -> subprocess.Popen[str]:
+def started(*words: object, before: str = "", stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
     code = f"{LISTENS}\n{before}from weightsync.cli import main; main()"
     return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", code, *map(str, words)], stdout=stdout, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **ENV},
     )  # fmt: skip
 
@@ -349,3 +349,23 @@ def test_a_disk_that_is_full_is_one_line(words: list[str]) -> None:
         )
     assert ended.returncode == 1
     assert ended.stderr == "weightsync: the output can't be written: No space left on device\n"
+
+
+def test_a_host_goes_on_where_its_log_is_full() -> None:
+    """Engines are not to lose their service for it. Seen red: it ended at its first line."""
+    watches = (
+        "import sys; from weightsync.cli import serve; watch = serve._watch\n"
+        "def watches(*now): print('watches', file=sys.stderr, flush=True); watch(*now)\n"
+        "serve._watch = watches\n"
+    )
+    with open("/dev/full", "w") as full:
+        options = ("--engine", "actor=weightsync+http://127.0.0.1:9", "--port", 0)
+        process = started("serve", *options, before=watches, stdout=full)
+    assert process.stderr is not None
+    try:
+        assert process.stderr.readline() == "watches\n"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (0, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from weightsync.cli import app, serve
 from weightsync.cli.serve import _how, _Trouble, _watch
+from weightsync.cli.shared import announce
 from weightsync.errors import ConfigError
 from weightsync.types.progress import TransferProgress
 from weightsync.types.service import ModelStatus, ServiceStatus
@@ -113,3 +116,21 @@ def test_how_far_a_transfer_is_is_said_of_one_that_takes_long(
     stop: Any = Stop()
     _watch(running, stop)
     assert capsys.readouterr().out == "actor: 40 of 80 MB (50 %), 16 MB/s, 2.5 s to go\n"
+
+
+def test_what_can_not_be_written_is_lost_and_a_reader_that_has_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a disk that was full for a moment ended the service."""
+    read, write = os.pipe()
+    os.close(read)
+    went_on = False
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        trouble = _Trouble(iter((0.0, 30.0)).__next__)
+        trouble.look("actor", "refused")
+        trouble.look("actor", "refused")
+        went_on = True
+    assert went_on
+    with contextlib.suppress(OSError), os.fdopen(write, "w") as gone, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", gone)
+        with pytest.raises(BrokenPipeError):
+            announce("it runs")
