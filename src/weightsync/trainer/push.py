@@ -82,8 +82,8 @@ class PushSync:
         dtype: the engine's dtype; None keeps the trainer's.
         run_id: name of this trainer's run; rank 0 makes one where not given.
         model_id: which model.
-        transfer_timeout_s: deadline of one whole sync. A failed one returns `GRACE_S` later at the latest, unless a
-            training rank hangs.
+        transfer_timeout_s: deadline of one whole sync, from the moment at which every training rank has called it. A
+            failed one returns `GRACE_S` later at the latest, unless a training rank hangs.
         join_timeout_s: how long building the group may take, within that.
         pause_timeout_s: how long an engine may take to finish running generations, within `transfer_timeout_s`.
         require_all_engines: fail when an engine doesn't answer before the sync; otherwise go on without it
@@ -268,8 +268,8 @@ class PushSync:
                 )
             if not isinstance(version, int) or isinstance(version, bool) or version < 0:
                 raise InvalidRequestError(f"a version is a whole number from 0 on, not {version!r}")
-            deadline = Deadline(self._transfer_timeout_s)
             self._agree_on_start(ranks, version, error)
+            deadline = Deadline(self._transfer_timeout_s)  # behind what all come to: it ends on all ranks at once
             goal = Version(run_id=str(self.run_id), number=version)
             run = PushSession(self._parts, ranks, goal, deadline)
             try:

@@ -24,7 +24,7 @@ class SyncReport:
         num_deltas: how many deltas they are; 0 where all of it moved.
         full_because: of a push with `ChangesCodec`: why all of it moved; None where it did not, or nobody asked.
         num_chunks: chunks announced.
-        seconds: from call to return.
+        seconds: from call to return; of a push, since every training rank has called.
         paused_s: the longest time any engine was paused.
         phases_s: seconds by phase name, summed over this process and the engines (phases overlap).
         digests_equal: True: every engine proved it from live bytes; None: some can't be proved, see
