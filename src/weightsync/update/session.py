@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Concatenate, TypeVar
 
-from weightsync.errors import DigestMismatchError, EngineError
+from weightsync.errors import DigestMismatchError, EngineError, WeightSyncError
 from weightsync.observe import Recorder, paused_s
 from weightsync.observe.events import usable
 from weightsync.types import (
@@ -156,6 +156,17 @@ class UpdateSession:
         if not self._paused:
             self._pause(lease_s=self._pause_timeout_s + COMMIT_S)
         committed = self._call("commit", self._client.commit, CommitRequest(session=self.name))
+        try:
+            self._go_on(committed)
+        except WeightSyncError as error:
+            error.state_left = error.state_left or (
+                f"every engine has answered the commit of {self._version} well, and serves that once its pause ends, "
+                "unless this error says otherwise"
+            )
+            raise
+
+    def _go_on(self, committed: Mapping[str, EngineReply]) -> None:
+        """Resumes engines that have committed what was meant."""
         for who, reply in committed.items():
             if reply.version != self._version:
                 raise EngineError(

@@ -8,7 +8,14 @@ import pytest
 
 from tests.unit.host.fakes import chunk
 from tests.unit.update.kit import MANIFEST, VERSION, Engine
-from weightsync.errors import DigestMismatchError, EngineError, SyncFailedError, TransferAbortedError
+from weightsync.errors import (
+    DigestMismatchError,
+    EngineError,
+    EngineUnreachableError,
+    SyncFailedError,
+    TransferAbortedError,
+    WeightSyncError,
+)
 from weightsync.handles.fanout import DirectEngine, EngineFanout
 from weightsync.observe import Recorder
 from weightsync.types import Deadline, PatchBase, PhaseRecord
@@ -95,6 +102,22 @@ def test_a_commit_of_something_else_is_a_failure() -> None:
     with pytest.raises(EngineError, match="serves None") as caught:
         update(session_of(EngineFanout([Engine("a"), Engine("b", commit={})])))
     assert caught.value.peer == "b"
+
+
+LOST = EngineUnreachableError("no answer")
+
+
+@pytest.mark.parametrize("last", [
+    {"resume": LOST}, {"commit": {}}, {"commit": {"version": VERSION, "checksum": "1:y"}},
+])  # fmt: skip
+def test_a_failure_behind_the_commit_says_that_all_have_committed(last: dict[str, Any]) -> None:
+    """Seen red: nothing was said, so a trainer said that engines serve their old version."""
+    first = Engine("a", commit={"version": VERSION, "checksum": "1:x"})
+    with pytest.raises(WeightSyncError) as caught:
+        update(session_of(EngineFanout([first, Engine("b", **last)])))
+    assert str(caught.value.state_left).startswith(
+        f"every engine has answered the commit of {VERSION} well, and serves"
+    )
 
 
 def test_the_pause_is_what_engines_have_timed() -> None:
