@@ -213,7 +213,7 @@ class PushSync:
                 warm_up()
                 if ranks.rank == 0:
                     self.run_id = self.run_id or f"run-{uuid.uuid4().hex[:12]}"
-                    deadline = Deadline(self._join_timeout_s + DESCRIBE_TIMEOUT_S)
+                    deadline = self._entry_deadline()
                     self._engines.ready(
                         deadline,
                         run_id=self.run_id,
@@ -239,7 +239,7 @@ class PushSync:
             try:
                 if ranks.rank == 0:
                     goal = Version(run_id=str(self.run_id), number=0)
-                    PushSession(self._parts, ranks, goal, Deadline(self._join_timeout_s + DESCRIBE_TIMEOUT_S)).check()
+                    PushSession(self._parts, ranks, goal, self._entry_deadline()).check()
             except Exception as caught:
                 error = as_weightsync_error(caught, SyncFailedError, "the engines could not be checked")
             finally:
@@ -349,6 +349,10 @@ class PushSync:
         if self._ranks is None:
             self._ranks = TrainingRanks(timeout_s=self._transfer_timeout_s + _SETTLE_MARGIN_S, alone=self._alone)
         return self._ranks
+
+    def _entry_deadline(self) -> Deadline:
+        """Of rank 0 outside a sync: it ends before the other ranks, which wait for its word, take it for gone."""
+        return Deadline(min(self._join_timeout_s, self._transfer_timeout_s) + DESCRIBE_TIMEOUT_S)
 
     def _agree_on_start(self, ranks: TrainingRanks, version: int, error: WeightSyncError | None) -> None:
         """Every rank has the same version, strategy, tensors and chunks, or nobody starts."""

@@ -18,6 +18,7 @@ from weightsync.codec.base import Codec
 from weightsync.codec.full import FullCodec, FullEncoder
 from weightsync.engine.embedded import EmbeddedEngine
 from weightsync.errors import (
+    EngineUnreachableError,
     ExtractError,
     LoadError,
     SyncFailedError,
@@ -34,7 +35,7 @@ from weightsync.trainer.push import PushSync
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.transfer.native import NativeThread
 from weightsync.transfer.registry import strategy_named
-from weightsync.types import Update
+from weightsync.types import EngineOp, EngineReply, EngineRequest, Update
 from weightsync.types.engine import PatchBase
 
 MEET_S = 6.0
@@ -408,3 +409,26 @@ def comes_late(rank: int, world_size: int) -> list[Any]:
 def test_the_time_of_a_sync_begins_when_every_rank_has_come() -> None:
     """Seen red: the rank that came first gave the ranks up in the middle of a healthy sync, for good."""
     assert run_ranks(comes_late, 2) == [[1, 2]] * 2
+
+
+class DoesNotJoin(EmbeddedEngine):
+    within_s = 0.0
+
+    def call(self, op: EngineOp, request: EngineRequest, *, timeout_s: float) -> EngineReply:
+        if op is EngineOp.INIT:
+            self.within_s = timeout_s
+            raise EngineUnreachableError("not now", peer=self.engine_id)
+        return super().call(op, request, timeout_s=timeout_s)
+
+
+def test_rank_0_meets_engines_within_the_time_that_the_others_wait_for_it() -> None:
+    """Seen red: the engine had all of `join_timeout_s`, and the other ranks gave rank 0 up meanwhile."""
+    engine = DoesNotJoin.of(ModuleWeightLoader(nn.Linear(3, 2)))
+    assert isinstance(engine, DoesNotJoin)
+    push = PushSync(ModuleWeightExtractor(nn.Linear(3, 2)), engine, transfer_timeout_s=1.0, join_timeout_s=20.0)
+    with pytest.raises(SyncFailedError, match="not now"):
+        push.initialize()
+    ranks = push._ranks
+    push.close()
+    assert ranks is not None
+    assert 0 < engine.within_s < ranks._timeout_s
