@@ -115,6 +115,7 @@ ELSEWHERE = {
     "transfer/ipc_cuda": "gpu/test_cuda_ipc.py",
     # The contract suites are tests themselves.
     "testing/contracts/client": "contract/test_client_contract.py",
+    "testing/contracts/extractor": "contract/test_extractor_contract.py",
     "testing/contracts/loader": "contract/test_loader_contract.py",
     "testing/contracts/loader_patches": "contract/test_loader_contract.py",
     "testing/contracts/transfer": "contract/test_transfer_contract.py",

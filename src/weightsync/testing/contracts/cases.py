@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weightsync.tensors import byte_array, spec_of
+from weightsync.tensors import byte_array, byte_view, spec_of
 from weightsync.types import BroadcastWeightUpdateRequest, Manifest, Version
 
 LONG_S = 10.0
@@ -27,6 +27,17 @@ def manifest_of(weights: Mapping[str, torch.Tensor], number: int = 1, **changes:
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """A tensor's bytes in their logical order, whatever its strides."""
     return byte_array(tensor.detach().contiguous()).tobytes()
+
+
+def change_in_place(weights: Mapping[str, torch.Tensor], *, share: float = 1.0, seed: int = 0) -> None:
+    """Flips a bit of some elements of every contiguous tensor that has any, as an optimizer does: where they lie."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in weights.values():
+        if tensor.numel():
+            elements = byte_view(tensor.detach()).reshape(tensor.numel(), -1)  # not every dtype can be indexed
+            where = torch.rand(tensor.numel(), generator=generator) < share
+            where[-1] = True
+            elements[where, -1] ^= 1  # 0 and 1 of a bool stay 0 and 1
 
 
 SESSION = "a session"
