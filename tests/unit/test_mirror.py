@@ -115,9 +115,11 @@ ELSEWHERE = {
     "transfer/ipc_cuda": "gpu/test_cuda_ipc.py",
     # The contract suites are tests themselves.
     "testing/contracts/client": "contract/test_client_contract.py",
+    "testing/contracts/codec": "contract/test_codec_contract.py",
     "testing/contracts/extractor": "contract/test_extractor_contract.py",
     "testing/contracts/loader": "contract/test_loader_contract.py",
     "testing/contracts/loader_patches": "contract/test_loader_contract.py",
+    "testing/contracts/served": "contract/test_codec_contract.py",
     "testing/contracts/transfer": "contract/test_transfer_contract.py",
     # Several hosts: network namespaces, which need root.
     "testing/host_reaper": "hosts/test_bench.py",

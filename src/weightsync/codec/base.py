@@ -14,7 +14,9 @@ class Encoder(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
-        """Turns chunks into the chunks that travel, lazily, one at a time, in order."""
+        """Turns chunks into the chunks that travel, lazily, one at a time, in order. It lets go of a chunk before it
+        asks for the next.
+        """
 
     @abc.abstractmethod
     def digests(self) -> Mapping[str, str]:
@@ -97,7 +99,11 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def encoder(self, base: PatchBase | None = None) -> Encoder:
-        """The sending half for one version; of its change from `base`, which `base_for` gave, where there is one."""
+        """The sending half for one version; of its change from `base`, which `base_for` gave, where there is one.
+
+        Raises:
+            InvalidRequestError, UnsupportedError: it has no such base, or sends no changes. What it remembers stays.
+        """
 
     @abc.abstractmethod
     def decoder(self) -> Decoder:

@@ -172,6 +172,7 @@ class _KeepingEncoder(Encoder):
         for chunk in self._full.encode(chunks):
             for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
                 self._keep(name, tensor.detach())
+            del tensor
             yield chunk
             del chunk
         self._reusable.clear()

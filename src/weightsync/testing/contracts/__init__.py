@@ -10,11 +10,13 @@ to it through the interface alone, waits for events and never for time to pass, 
 
 from weightsync.testing.contracts.cases import bytes_of, manifest_of
 from weightsync.testing.contracts.client import InferenceEngineClientContract, ScriptedEngine
+from weightsync.testing.contracts.codec import CodecContract
 from weightsync.testing.contracts.extractor import WeightExtractorContract
 from weightsync.testing.contracts.loader import WeightLoaderContract
 from weightsync.testing.contracts.transfer import WeightTransferContract
 
 __all__ = [
+    "CodecContract",
     "InferenceEngineClientContract",
     "ScriptedEngine",
     "WeightExtractorContract",
