@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.standins.lora import peft_model, step
@@ -72,7 +73,7 @@ class TestFullyShardedOnOneRank(TestModule):
     @functools.cached_property
     def model(self) -> nn.Module:
         made = Model()
-        mesh = dist.init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh("cpu", (1,))
         for layer in (made.q_proj, made.norm, made.k_proj):
             fully_shard(layer, mesh=mesh)
         return made

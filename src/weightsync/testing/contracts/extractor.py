@@ -15,7 +15,7 @@ from weightsync.extract.base import WeightExtractor
 from weightsync.plan.boxes import check_partition, whole_box
 from weightsync.tensors import cut_out, torch_dtype
 from weightsync.testing.contracts.cases import bytes_of, change_in_place
-from weightsync.types import dtype_name, target_dtype
+from weightsync.types import HeldTensor, dtype_name, target_dtype
 from weightsync.types.dtypes import CASTABLE
 
 Seen = tuple[str, tuple[int, ...], bytes]
@@ -69,14 +69,14 @@ class WeightExtractorContract(abc.ABC):
             assert came == self.expected(dtype)
             told = [(spec.name, (spec.dtype, spec.shape)) for spec in extractor.metadata(dtype)]
             assert told == [(name, seen[:2]) for name, seen in came.items()]
-            chunks = [(chunk.module_name, chunk.names, chunk.dtypes) for chunk in extractor.extract_weights(dtype)]
-            plan = extractor.chunk_plan(dtype)
-            assert chunks == [(each.module_name, each.specs.names, each.specs.dtypes) for each in plan]
+            chunks = list(extractor.extract_weights(dtype))
+            plan = [(each.module_name, each.specs.names, each.nbytes) for each in extractor.chunk_plan(dtype)]
+            assert [(each.module_name, each.names, each.total_size_bytes) for each in chunks] == plan
 
     @_CUT
     @_GROUPED
     def test_chunks_keep_the_order_and_no_module_is_split(self, chunk_bytes: int | None, group_by_module: bool) -> None:
-        """Seen red: a plan of reversed chunks; a plan without the group."""
+        """Seen red: a plan reversed, without the group, of other sizes; an order without the groups."""
         options = {"chunk_bytes": chunk_bytes, "group_by_module": group_by_module}
         extractor = self.make_extractor(**options)
         assert {name: extractor.settings[name] for name in options} == options
@@ -113,7 +113,7 @@ class WeightExtractorContract(abc.ABC):
 
     @_DTYPES
     def test_the_next_extraction_sees_what_was_changed_in_place(self, dtype: str | None) -> None:
-        """Seen red: chunks kept from the first time."""
+        """Seen red: copies kept from the first time."""
         extractor = self.make_extractor()
         before, told = self.streamed(extractor, dtype), list(extractor.metadata(dtype))
         self.change()
@@ -132,7 +132,11 @@ class WeightExtractorContract(abc.ABC):
         for turn in range(2):
             if turn:
                 self.change()
-            specs, truth, found = extractor.metadata(dtype), self.truth(), list(extractor.local_shards(dtype))
+            specs, truth = extractor.metadata(dtype), self.truth()
+            found: list[HeldTensor] = []
+            for part in extractor.local_shards(dtype):
+                assert torch.is_grad_enabled(), "the consumer's grad mode is its own"
+                found.append(part)
             assert list(dict.fromkeys(part.spec.name for part in found)) == list(specs.names)
             boxes = [(specs.index_of[part.spec.name], part.box or whole_box(part.spec.shape)) for part in found]
             for index, spec in enumerate(specs):
@@ -159,11 +163,12 @@ class WeightExtractorContract(abc.ABC):
         [
             ({"chunk_bytes": 0}, ConfigError),
             ({"dtype_overrides": {"*": "int8"}}, ConfigError),
+            ({"dtype_overrides": {"*": "float8_e4m3fn"}}, ConfigError),
             ({"dtype_overrides": {"no tensor": "float32"}}, ConfigError),
             ({"name_map": lambda name: "one name"}, ConfigError),
             ({"name_map": lambda name: None}, ExtractError),
         ],
-        ids=["no-bytes", "int8", "no-match", "one-name", "no-name"],
+        ids=["no-bytes", "int8", "float8", "no-match", "one-name", "no-name"],
     )
     def test_options_that_make_no_sense_are_refused(self, options: Mapping[str, Any], error: type[Exception]) -> None:
         """By the constructor. Seen red: each of its refusals left out."""
