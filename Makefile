@@ -31,8 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTHON_IS_NEW = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "weightsync needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
 
-.PHONY: help demo engines engines-sglang engines-verl environments browser hosts test collected check soak storms compat bench \
-  docs
+.PHONY: help demo engines engines-sglang engines-verl environments browser hosts test check soak storms compat bench docs
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -59,7 +58,7 @@ hosts: ## iproute2 for the tests of several hosts: by apt, where this is root on
 	  || echo "there is no iproute2: the tests of several hosts are skipped"
 
 test: environments browser hosts ## the checks, then every test but the long ones
-	@$(MAKE) --no-print-directory -j3 -Otarget check docs collected
+	@$(MAKE) --no-print-directory -j2 -Otarget check docs
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) || failed=1; \
 	$(BIN)/python -m pytest -m "not soak and alone" $(ALONE) || failed=1; \
@@ -69,10 +68,6 @@ test: environments browser hosts ## the checks, then every test but the long one
 # and what is imported is compiled then.
 environments:
 	@$(MAKE) --no-print-directory -j2 PIP_OPTIONS="$(PIP_OPTIONS) --no-compile" $(ENGINES) $(SGLANG_STAMP)
-
-# What the tests import is compiled here, once: each of their workers would do it, all at the same time.
-collected: $(ENGINES)
-	@$(BIN)/python -m pytest --collect-only -qq -m "not soak" >$(VENV)/collected.log 2>&1 || { tail -40 $(VENV)/collected.log; exit 1; }
 
 check: $(STAMP) ## lint, format, types, import directions
 	$(BIN)/ruff check .
