@@ -111,7 +111,6 @@ class TransferAgent:
             full_sync_interval=config.full_sync_interval,
             evicted=lambda segment: self._blocks.end_all_of(segment),
             search_device=config.delta_device,
-            rest=config.delta_rest,
         )
         self._prover = Prover(self._proved, self._not_proved, served=lambda: self._current, deltas=self._deltas)
         self._closed = self._ending = False

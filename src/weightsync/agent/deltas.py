@@ -49,7 +49,6 @@ class Deltas:
         full_sync_interval: a version whose number is a multiple of it has no delta; 0: none is excepted.
         evicted: told of a segment whose delta is given up, before it is.
         search_device: where changes are searched for, as torch names it; None: on the CPU's cores.
-        rest: of so many versions none is made at first, of `_LONGEST_REST` at most.
 
     Attributes:
         why_none: why the newest version has no delta, in words; None where it has one.
@@ -63,7 +62,6 @@ class Deltas:
         full_sync_interval: int,
         evicted: Callable[[str], None],
         search_device: str | None = None,
-        rest: int = 0,
     ) -> None:
         self._endpoint = endpoint
         self._budget_bytes = budget_bytes
@@ -75,7 +73,8 @@ class Deltas:
         self._chain: deque[tuple[StoredDelta, Segment]] = deque()
         self._num_wanted = 0
         self._base: _HeldBase | None = None
-        self._rest = self._num_resting = min(_LONGEST_REST, rest)
+        self._rest = 0
+        self._num_resting = 0
         self._costs: CostModel | None = None
         self._codec: Literal["not wanted", "loading", "ready", "missing"] = "not wanted"
         self.why_none: str | None = "nothing was published yet"
@@ -224,7 +223,7 @@ class Deltas:
             return f"it is a multiple of full_sync_interval {self._full_sync_interval}"
         if self._num_resting:
             self._num_resting -= 1
-            return "the one before was too large, the trainer wanted its memory, or an agent died of it: a rest"
+            return "the one before was too large, or the trainer wanted its memory: the agent rests"
         return None
 
     def _make(self, held: _HeldBase, new: Proved, check_cancelled: Callable[[], None]) -> bool:

@@ -276,8 +276,6 @@ class AgentProcess:
                 if isinstance(event, Published):
                     self._good = done or self._good
                     self._pause_s = _RESTART_S
-                    if event.delta is not None:
-                        self._config = msgspec.structs.replace(self._config, delta_rest=0)
         self._on_event(event)
 
     def _hangs(self, run: AgentRun, passed_s: float, look_s: float) -> bool:
@@ -301,8 +299,6 @@ class AgentProcess:
             if given is None or given is self._done or given is not self._given:
                 return
             self._num_deaths += 1
-            rest = 2 * self._config.delta_rest + 1  # it may be deltas that it dies of: as `Deltas` does by itself
-            self._config = msgspec.structs.replace(self._config, delta_rest=rest)
             if self._num_deaths < _MAX_DEATHS:
                 return
         self._give_up(given, f"the agent died {_MAX_DEATHS} times before it had proved it; see what it wrote to stderr")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,19 +87,3 @@ def test_an_agent_says_whether_it_can_make_any(
     assert deltas.can_be_made == (budget != 0), "as far as is known"
     deltas.load_codec()
     assert deltas.can_be_made == expected
-
-
-def test_an_agent_behind_one_that_died_rests_at_first() -> None:
-    """Seen red: one that is killed while it makes a delta was killed so with every version."""
-    specs = [TensorSpec(name="a", dtype="int8", shape=(8,))]
-    plan = plan_hosts(specs, [{"host": "h", "boxes": [[0, [0], [8]]]}])
-    deltas = Deltas(lambda: "http://x", budget_bytes=None, full_sync_interval=0, evicted=lambda segment: None, rest=2)
-    deltas.want()
-    deltas._codec = "ready"
-    version = Version(run_id="r", number=1)
-    publication = plan.publication(
-        version, "m", specs, endpoints=["http://x"], segments={"h": "none"}, block_bytes=4 << 20
-    )
-    older: Any = SimpleNamespace(lies_like=lambda *_: True)
-    why = [deltas._why_not_due(older, publication, 0) for _ in range(3)]
-    assert ["a rest" in each if each else None for each in why] == [True, True, None]
