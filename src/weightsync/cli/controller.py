@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -95,9 +96,11 @@ def controller(
             announce(f"controller of {models} at {built.url} (process {os.getpid()})")
             announce(f"sync_method {settings.sync_method}: waits for {waits_for(settings, built.url)}")
             stop.wait()
-            announce("stopped by a signal")
-            if built.controller.method.end_within_s:
-                _let_end(built)
+            try:
+                announce("stopped by a signal")
+            finally:  # a Ctrl-C ends whoever reads its lines, too
+                if built.controller.method.end_within_s:
+                    _let_end(built)
 
 
 def _let_end(built: Built) -> None:
@@ -110,10 +113,11 @@ def _let_end(built: Built) -> None:
         return
     syncs = [each for each in controller.records() if each.outcome == "running"]
     whose = ", ".join(f"version {each.version} of {each.model_tag}" for each in syncs)
-    announce(
-        f"waits {most_s:.0f} s at most for the sync of {whose}, which has engines paused; a second signal ends at "
-        "once, and leaves them paused",
-        file=sys.stderr,
-    )
+    with contextlib.suppress(BrokenPipeError):
+        announce(
+            f"waits {most_s:.0f} s at most for the sync of {whose}, which has engines paused; a second signal ends at "
+            "once, and leaves them paused",
+            file=sys.stderr,
+        )
     if not controller.wait_ended(timeout_s=most_s):
         announce("that sync has not ended: its engines may stand paused until the next one", file=sys.stderr)

@@ -72,7 +72,8 @@ class RayWeightSync:
         self._all("initialize", timeout_s=self._transfer.join_timeout_s + _MARGIN_S, kind=type(None))
 
     def sync_weights(self, version: int) -> SyncReport:
-        """`PushSync.sync_weights` on every rank; returns or raises within `transfer_timeout_s` and a margin of 10 s.
+        """`PushSync.sync_weights` on every rank; returns or raises within `transfer_timeout_s` and a margin of 10 s
+        after all ranks have come to it, which may take as long.
 
         Raises:
             SyncInProgressError: another call runs, or a rank still works on one that has failed. It is not disturbed.
@@ -81,7 +82,7 @@ class RayWeightSync:
             WeightSyncError: as `PushSync.sync_weights`: the next call goes on with the engines that answer.
         """
         reports = self._all(
-            "sync_weights", version, timeout_s=self._transfer.transfer_timeout_s + _MARGIN_S, kind=SyncReport
+            "sync_weights", version, timeout_s=2 * self._transfer.transfer_timeout_s + _MARGIN_S, kind=SyncReport
         )
         return reports[0]
 

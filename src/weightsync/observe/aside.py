@@ -7,12 +7,15 @@ What is no file, /dev/null say, is written into: root could replace the device b
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+_OUTPUTS = ("/dev/stdout", "/dev/stderr")
 
 
 @contextlib.contextmanager
@@ -23,6 +26,8 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         OSError: it can't be written; an older file at `path` is left as it was, and nothing beside it.
     """
     target = Path(path)
+    if str(target) in _OUTPUTS:  # what a command prints would be mixed with it
+        raise OSError(errno.EINVAL, "this is the command's own output, name a file", str(target))
     if _is_device(target):
         with open(target, "ab") as device:
             yield device
@@ -40,9 +45,9 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _is_device(target: Path) -> bool:
-    """Whether it is a device or a pipe, or what stands for this process's own output, which may be a file."""
+    """Whether it is a device or a pipe."""
     try:
         mode = os.stat(target).st_mode
     except OSError:
         return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) or str(target) in ("/dev/stdout", "/dev/stderr")
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import TypeAlias, cast
@@ -10,9 +11,9 @@ import torch
 
 from weightsync.config import InferenceServiceConfig
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.handles.by_url import engine_at, read_engine_url
-from weightsync.handles.fanout import call_all
+from weightsync.handles.fanout import collect, in_thread
 from weightsync.load.base import WeightLoader
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.load.peft import PeftAdapterLoader
@@ -67,7 +68,13 @@ def close_all(made: Sequence[EngineHandle]) -> None:
     """Closes handles that `handle_of` has made, all at the same time: one that has to end a pause on a server that does
     not answer takes seconds."""
     calls = {f"{handle.engine_id}#{number}": handle.close for number, handle in enumerate(made)}  # type: ignore[attr-defined]
-    _, errors = call_all(calls, what="close", timeout_s=_CLOSE_S)
+    running = {who: in_thread(close, name=f"weightsync-close-{who}") for who, close in calls.items()}
+    for who, call in list(running.items()):
+        if call.done() and isinstance(call.exception(), RuntimeError):  # no thread can be started: Python ends
+            del running[who]
+            with contextlib.suppress(WeightSyncError):
+                calls[who]()
+    _, errors = collect(running, timeout_s=_CLOSE_S, late="it did not end")
     for error in errors.values():
         _logger.warning("an engine's handle was not closed: %s", error)
 

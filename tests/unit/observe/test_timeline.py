@@ -151,3 +151,10 @@ def test_what_is_no_file_is_written_into(tmp_path: Path) -> None:
     finally:
         os.close(reader)
     assert sorted(tmp_path.iterdir()) == [pipe, link]
+
+
+@pytest.mark.parametrize("path", ["/dev/stdout", "/dev/stderr"])
+def test_the_commands_own_output_is_no_place_for_it(path: str) -> None:
+    """Seen red: as root the link was replaced by a file; written into, the words of the command were mixed with it."""
+    with pytest.raises(OSError, match="name a file"):
+        write_chrome_trace([record("load", 1.0, 2.0, "engine")], path)

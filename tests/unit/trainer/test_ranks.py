@@ -388,14 +388,14 @@ def comes_late(rank: int, world_size: int) -> list[Any]:
     push = PushSync(
         ModuleWeightExtractor(model, chunk_bytes=32),
         EngineFanout([EmbeddedEngine.of(SlowAtFirst(served))]) if rank == 0 else None,
-        transfer_timeout_s=4.0,
+        transfer_timeout_s=6.0,
         join_timeout_s=10.0,
     )
     push.initialize()
     seen: list[Any] = []
     for version in (1, 2):
         if (rank, version) == (0, 1):
-            time.sleep(4.0)  # the others wait for it another 5 s
+            time.sleep(6.0)  # the others wait for it another 5 s
         try:
             report = push.sync_weights(version)
             assert report.num_chunks > 4, "more than may be on their way"

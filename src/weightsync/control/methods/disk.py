@@ -34,7 +34,7 @@ from weightsync.handles.probe import Capabilities, Feature, probe, served_models
 from weightsync.handles.sglang_api import SGLangApi, SGLangRouter
 from weightsync.types import Deadline, Version
 from weightsync.types.control import UNNAMED
-from weightsync.types.deadline import check_wait_s
+from weightsync.types.deadline import MAX_WAIT_S, check_wait_s
 from weightsync.update.session import unequal
 
 _T = TypeVar("_T")
@@ -104,7 +104,7 @@ class DiskMethod(SyncMethod):
         self._compare = compare_checksums
         steps_s = self._timeout_s + _RESUME_S + (min(self._timeout_s, _SUMS_S) if compare_checksums else 0.0)
         met_s = _PROBE_S * (1 + 2 * max(map(len, self._urls.values())))
-        self.end_within_s = met_s + steps_s + 4 * _GRACE_S
+        self.end_within_s = min(MAX_WAIT_S, met_s + steps_s + 4 * _GRACE_S)
         self._lock = threading.Lock()
         self._known: dict[str, Capabilities] = {}
         self._engines: dict[str, DiskEngine[Any]] = {}
