@@ -446,7 +446,7 @@ class AllInterleavings(RuleBasedStateMachine):
     def feed(self, event: Event) -> None:
         before = self.state
         self.state, actions = step(self.state, event, self.policy)
-        self.dropped_all = self.dropped_all and not isinstance(event, Trained)
+        self.dropped_all = self.dropped_all and (not isinstance(event, Trained) or event.learnt)
         for action in actions:
             match action:
                 case StartSync():
