@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
@@ -84,6 +85,7 @@ def main() -> None:
             },
         }  # fmt: skip
         Path(job.out, "said.json").write_text(json.dumps(said), encoding="utf-8")
+    dist.destroy_process_group()  # else gloo's threads may abort a process that ends before the other
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ into memory that nobody else uses, finds that it was given up, and lets go of ev
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -25,9 +26,11 @@ MAX_LEFT_BEHIND = 16
 
 _POLL_S = 0.05
 _END_S = 0.2
+_EXIT_S = 5.0
 
 _T = TypeVar("_T")
 _left_behind: set[_Inside] = set()
+_ending: set[_Inside] = set()  # closed while they were idle, and not ended yet
 _lock = threading.Lock()
 
 
@@ -55,6 +58,7 @@ class _Inside:
             self.held.clear()
             with _lock:
                 _left_behind.discard(self)
+                _ending.discard(self)
             self.ended.set()
 
     def _do(self, future: Future[Any], job: Callable[[dict[str, Any]], Any]) -> None:
@@ -183,8 +187,7 @@ class NativeThread:
             inside.given_up.set()
             left_behind = inside.busy
             if not again:
-                if left_behind:
-                    _left_behind.add(inside)
+                (_left_behind if left_behind else _ending).add(inside)
                 inside.last = last or inside.last
                 inside.jobs.put(None)
         if not left_behind:
@@ -196,9 +199,21 @@ def _forget() -> None:
     global _lock
     _lock = threading.Lock()
     _left_behind.clear()
+    _ending.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+@atexit.register
+def _let_end() -> None:
+    """Before Python ends: a daemon thread that is inside of torch then aborts the process, so those that let go of
+    what they hold have a while to."""
+    deadline = Deadline(_EXIT_S)
+    with _lock:
+        ending = tuple(_ending)
+    for inside in ending:
+        inside.ended.wait(deadline.remaining_s)
 
 
 def num_left_behind() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -283,3 +285,25 @@ def test_torch_ends_no_process_where_a_member_of_an_nccl_group_dies(
     info = SimpleNamespace(backend="nccl", transfer_timeout_s=3.0, world_size=2)
     group._make_group(None, cast(Any, info), 0, Deadline(5), None)
     assert (seen, os.environ.get(name)) == (["0"], before)
+
+
+_ENDS_WHILE_IT_LETS_GO = """
+import threading
+from weightsync.transfer.native import NativeThread
+from weightsync.types import Deadline
+
+def lets_go(held):
+    threading.Event().wait(1.0)  # on a busy machine torch takes as long for a group
+    print("let go", flush=True)
+
+thread = NativeThread("t", last=lets_go)
+thread.call(lambda held: None, deadline=Deadline(30.0))
+thread.close()
+print("closed", flush=True)
+"""
+
+
+def test_python_does_not_end_while_a_thread_lets_go_of_its_group() -> None:
+    """Seen red: it ended first, and with a thread inside of torch that is an abort of a rank that had done its work."""
+    ended = subprocess.run([sys.executable, "-c", _ENDS_WHILE_IT_LETS_GO], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.split("\n")[:2]) == (0, ["closed", "let go"]), ended.stderr
