@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TypeAlias, cast
 
 import torch
 
 from weightsync.config import InferenceServiceConfig
 from weightsync.engine.embedded import EmbeddedEngine
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError
 from weightsync.handles.by_url import engine_at, read_engine_url
 from weightsync.handles.fanout import collect, in_thread
 from weightsync.load.base import WeightLoader
@@ -71,12 +71,15 @@ def close_all(made: Sequence[EngineHandle]) -> None:
     running = {who: in_thread(close, name=f"weightsync-close-{who}") for who, close in calls.items()}
     for who, call in list(running.items()):
         if call.done() and isinstance(call.exception(), RuntimeError):  # no thread can be started: Python ends
-            del running[who]
-            with contextlib.suppress(WeightSyncError):
-                calls[who]()
+            here: Future[None] = Future()
+            running[who] = here
+            try:
+                here.set_result(calls[who]())
+            except Exception as error:
+                here.set_exception(error)
     _, errors = collect(running, timeout_s=_CLOSE_S, late="it did not end")
-    for error in errors.values():
-        _logger.warning("an engine's handle was not closed: %s", error)
+    for failed in errors.values():
+        _logger.warning("an engine's handle was not closed: %s", failed)
 
 
 def _loader_of(engine: torch.nn.Module | WeightLoader) -> WeightLoader:

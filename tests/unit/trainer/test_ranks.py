@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ from weightsync.trainer.push import PushSync
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.transfer.native import NativeThread
 from weightsync.transfer.registry import strategy_named
-from weightsync.types import EngineOp, EngineReply, EngineRequest, Update
+from weightsync.types import EngineOp, EngineReply, EngineRequest, deadline
 from weightsync.types.engine import PatchBase
 
 MEET_S = 6.0
@@ -370,36 +370,24 @@ def test_a_codec_that_fails_as_it_begins_fails_the_sync_on_every_rank() -> None:
     assert run_ranks(encoder_fails, 2) == [["SyncFailedError", 2]] * 2
 
 
-class SlowAtFirst(ModuleWeightLoader):
-    """An engine's, that takes a second for the first chunk of all."""
-
-    takes_s = 1.0
-
-    def load_weights(self, updates: Iterable[Update]) -> None:
-        takes_s, self.takes_s = self.takes_s, 0.0
-        time.sleep(takes_s)
-        super().load_weights(updates)
-
-
-def comes_late(rank: int, world_size: int) -> list[Any]:
-    """Rank 0 calls when the time of a sync that began with rank 1's call would be over."""
-    extraction._TELL_S = 0.1
-    model, served = (nn.Sequential(*[nn.Linear(3, 2) for _ in range(8)]) for _ in range(2))
-    push = PushSync(
-        ModuleWeightExtractor(model, chunk_bytes=32),
-        EngineFanout([EmbeddedEngine.of(SlowAtFirst(served))]) if rank == 0 else None,
-        transfer_timeout_s=6.0,
-        join_timeout_s=10.0,
-    )
+def comes_early(rank: int, world_size: int) -> list[Any]:
+    """Rank 1's clock goes on by more than a sync may take while it waits for rank 0 to call."""
+    push, _ = push_of(rank)
     push.initialize()
+    if rank == 1:
+        extraction._TELL_S = 0.0
+        agree, clock = push._agree_on_start, SimpleNamespace(late_s=0.0)
+        deadline.time = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.late_s)  # type: ignore[assignment]
+
+        def waits(*args: Any) -> None:
+            agree(*args)
+            clock.late_s += 1000.0
+
+        push._agree_on_start = waits  # type: ignore[method-assign]
     seen: list[Any] = []
     for version in (1, 2):
-        if (rank, version) == (0, 1):
-            time.sleep(6.0)  # the others wait for it another 5 s
         try:
-            report = push.sync_weights(version)
-            assert report.num_chunks > 4, "more than may be on their way"
-            seen.append(report.version.number)
+            seen.append(push.sync_weights(version).version.number)
         except WeightSyncError as error:
             seen.append(facts(error))
     push.close()
@@ -408,7 +396,7 @@ def comes_late(rank: int, world_size: int) -> list[Any]:
 
 def test_the_time_of_a_sync_begins_when_every_rank_has_come() -> None:
     """Seen red: the rank that came first gave the ranks up in the middle of a healthy sync, for good."""
-    assert run_ranks(comes_late, 2) == [[1, 2]] * 2
+    assert run_ranks(comes_early, 2) == [[1, 2]] * 2
 
 
 class DoesNotJoin(EmbeddedEngine):
