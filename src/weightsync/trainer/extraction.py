@@ -31,6 +31,7 @@ from weightsync.extract.base import WeightExtractor
 from weightsync.observe import Recorder
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.trainer.sharing import RankSharing
+from weightsync.transfer.native import clear_frames
 from weightsync.types import Deadline, TensorTable, WeightChunk
 
 _GATHER_BYTES_S = 100 << 20
@@ -150,6 +151,7 @@ class LockstepExtraction:
             self._extract()
         except BaseException as error:
             self._error = as_weightsync_error(error, ExtractError, "extraction failed", rank=self._ranks.rank)
+            clear_frames(error)  # the trainer may keep this until its next sync
         with self._changed:
             self._ended = True
             self._changed.notify_all()

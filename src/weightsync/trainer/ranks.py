@@ -27,7 +27,7 @@ from weightsync.errors import (
 )
 from weightsync.net.auth import is_loopback
 from weightsync.net.routes import interface_towards, name_leads_here
-from weightsync.transfer.native import NativeThread
+from weightsync.transfer.native import NativeThread, clear_frames
 from weightsync.types import Deadline
 
 _GROUP = "group"  # what the thread holds
@@ -148,6 +148,8 @@ class TrainingRanks:
             WeightSyncError: as said.
         """
         self.told = ()
+        if error is not None:
+            clear_frames(error)  # it is kept until the next settling
         try:
             replies = self.exchange({**mine, "error": None if error is None else error.to_dict()})
         except TrainerRankError as lost:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -85,15 +86,28 @@ def _given_up() -> TransferAbortedError:
 
 def _without_frames(error: BaseException) -> BaseException:
     """The error without its tracebacks: their frames hold what this thread alone may hold."""
+    for each in _chain(error):
+        each.__traceback__ = None
+    return error
+
+
+def clear_frames(error: BaseException) -> None:
+    """Lets go of what the frames that raised it hold, a gathered chunk say: the error may be kept for long. Frames that
+    still run keep theirs. The traceback reads as before."""
+    for each in _chain(error):
+        traceback.clear_frames(each.__traceback__)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and all that it came from."""
     seen: list[BaseException] = []
     todo: list[BaseException | None] = [error]
     while todo:
         each = todo.pop()
         if each is not None and not any(each is other for other in seen):
             seen.append(each)
-            each.__traceback__ = None
             todo += [each.__cause__, each.__context__]
-    return error
+    return seen
 
 
 class NativeThread:

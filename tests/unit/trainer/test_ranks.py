@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
 import time
+import weakref
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,7 +39,7 @@ from weightsync.trainer.push import PushSync
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.transfer.native import NativeThread
 from weightsync.transfer.registry import strategy_named
-from weightsync.types import EngineOp, EngineReply, EngineRequest, deadline
+from weightsync.types import EngineOp, EngineReply, EngineRequest, Update, WeightChunk, deadline
 from weightsync.types.engine import PatchBase
 
 MEET_S = 6.0
@@ -420,3 +424,39 @@ def test_rank_0_meets_engines_within_the_time_that_the_others_wait_for_it() -> N
     push.close()
     assert ranks is not None
     assert 0 < engine.within_s < ranks._timeout_s
+
+
+class Copies(ModuleWeightExtractor):
+    """Chunks that are copies, as of a model that is sharded or cast; it knows which are alive."""
+
+    made: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+
+    def extract_weights(self, dtype: str | None = None) -> Iterator[WeightChunk]:
+        for chunk in super().extract_weights(dtype):
+            tensors = tuple(tensor.clone() for tensor in chunk.tensors)
+            self.made.extend(weakref.ref(tensor) for tensor in tensors)
+            yield WeightChunk(names=chunk.names, tensors=tensors, module_name=chunk.module_name)
+
+
+class Rejects(ModuleWeightLoader):
+    def load_weights(self, updates: Iterable[Update]) -> None:
+        for update in updates:
+            if update[0].startswith("3."):
+                raise ValueError("no room")
+            super().load_weights([update])
+
+
+def test_a_failed_sync_keeps_no_chunk_in_the_trainers_memory() -> None:
+    """Seen red: the frames that the error's traceback names held one until the next sync went well."""
+    model, engine = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))) for _ in range(2))
+    push = PushSync(Copies(model, chunk_bytes=80), EmbeddedEngine.of(Rejects(engine)), transfer_timeout_s=15.0)
+    push.initialize()
+    with contextlib.suppress(SyncFailedError):
+        push.sync_weights(1)
+        raise AssertionError("the engine took it")
+    gc.collect()
+    assert len(Copies.made) >= 4
+    assert not [ref for ref in Copies.made if ref() is not None]
+    assert push._ranks is not None
+    assert push._ranks.agreed_error is not None, "the error itself is kept"
+    push.close()
