@@ -51,7 +51,6 @@ ELSEWHERE = {
     "demo/fleet_service": "multiproc/test_demo_fleet.py",
     "demo/fleet_trainer": "multiproc/test_demo_fleet.py",
     "demo/trainer": "multiproc/test_demo.py",
-    "trainer/agent_process": "multiproc/test_offload_agent.py",
     "trainer/agent_run": "multiproc/test_agent_channel.py",
     "trainer/checks": "multiproc/test_offload.py",
     # Adapters in vLLM: the middleware's parts by its own test, the rest in a real server.

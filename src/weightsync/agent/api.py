@@ -34,7 +34,15 @@ from weightsync.transfer.granted import Transfer
 from weightsync.transfer.tcp_server import BlockServer
 from weightsync.types import PhaseRecord, Version
 from weightsync.types.agent_config import AgentConfig
-from weightsync.types.agent_messages import Event, NotPublished, Published, Ready, TransferBegun, TransferDone
+from weightsync.types.agent_messages import (
+    DeltaBegun,
+    Event,
+    NotPublished,
+    Published,
+    Ready,
+    TransferBegun,
+    TransferDone,
+)
 from weightsync.types.layout import PublicationLayout
 from weightsync.types.process import of_one_process
 from weightsync.types.publication import Publication, SourceProof
@@ -110,7 +118,9 @@ class TransferAgent:
             budget_bytes=config.delta_budget_bytes,
             full_sync_interval=config.full_sync_interval,
             evicted=lambda segment: self._blocks.end_all_of(segment),
+            begun=lambda: self._tell(DeltaBegun()),
             search_device=config.delta_device,
+            rest=config.delta_rest,
         )
         self._prover = Prover(self._proved, self._not_proved, served=lambda: self._current, deltas=self._deltas)
         self._closed = self._ending = False

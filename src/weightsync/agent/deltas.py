@@ -48,7 +48,9 @@ class Deltas:
             source has.
         full_sync_interval: a version whose number is a multiple of it has no delta; 0: none is excepted.
         evicted: told of a segment whose delta is given up, before it is.
+        begun: told that one is being made: who dies of it is to rest.
         search_device: where changes are searched for, as torch names it; None: on the CPU's cores.
+        rest: of so many versions none is made at first, of `_LONGEST_REST` at most.
 
     Attributes:
         why_none: why the newest version has no delta, in words; None where it has one.
@@ -61,20 +63,22 @@ class Deltas:
         budget_bytes: int | None,
         full_sync_interval: int,
         evicted: Callable[[str], None],
+        begun: Callable[[], None] = lambda: None,
         search_device: str | None = None,
+        rest: int = 0,
     ) -> None:
         self._endpoint = endpoint
         self._budget_bytes = budget_bytes
         self._full_sync_interval = full_sync_interval
         self._evicted = evicted
+        self._begun = begun
         self._search_device = search_device
         self._search: Search | None = None
         self._lock = threading.Lock()
         self._chain: deque[tuple[StoredDelta, Segment]] = deque()
         self._num_wanted = 0
         self._base: _HeldBase | None = None
-        self._rest = 0
-        self._num_resting = 0
+        self._rest = self._num_resting = min(_LONGEST_REST, rest)
         self._costs: CostModel | None = None
         self._codec: Literal["not wanted", "loading", "ready", "missing"] = "not wanted"
         self.why_none: str | None = "nothing was published yet"
@@ -185,6 +189,7 @@ class Deltas:
         held, made = self._base, False
         try:
             if held is not None and held.begin():
+                self._begun()
                 made = self._make(held, Proved(publication=publication, source=source, proof=proof), check_cancelled)
         finally:
             if held is not None:
@@ -223,7 +228,7 @@ class Deltas:
             return f"it is a multiple of full_sync_interval {self._full_sync_interval}"
         if self._num_resting:
             self._num_resting -= 1
-            return "the one before was too large, or the trainer wanted its memory: the agent rests"
+            return "the one before was too large, the trainer wanted its memory, or an agent died of it: a rest"
         return None
 
     def _make(self, held: _HeldBase, new: Proved, check_cancelled: Callable[[], None]) -> bool:

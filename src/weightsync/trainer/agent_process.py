@@ -21,7 +21,7 @@ from weightsync.trainer.agent_run import AgentRun
 from weightsync.trainer.watchdog import Patience
 from weightsync.types import PhaseRecord, Version
 from weightsync.types.agent_config import AgentConfig
-from weightsync.types.agent_messages import Event, NotPublished, Ping, Pong, Published, ResetOrder
+from weightsync.types.agent_messages import DeltaBegun, Event, NotPublished, Ping, Pong, Published, ResetOrder
 from weightsync.types.process import closed_in_children, of_one_process
 from weightsync.types.publication import Publication
 
@@ -87,7 +87,7 @@ class AgentProcess:
         self._good: _Told | None = None  # the last one that was proved
         self._done: _Told | None = None  # the last one that was proved, or refused
         self._num_deaths = 0  # with `_publication`, before it was done with
-        self._resets = False
+        self._resets = self._makes_delta = False
         self._phases: deque[PhaseRecord] = deque(maxlen=_MAX_PHASES)  # that no agent was told of yet
         self._run: AgentRun | None = None
         self._started = threading.Event()
@@ -267,15 +267,20 @@ class AgentProcess:
 
     def _hear(self, event: Event) -> None:
         self._patience.heard()
-        if isinstance(event, Pong):
+        if isinstance(event, DeltaBegun):
+            self._makes_delta = True
+        if isinstance(event, Pong | DeltaBegun):
             return
         if isinstance(event, Published | NotPublished):
+            self._makes_delta = False
             with self._lock:
                 done = next((each for each in reversed(self._last) if each.version == event.version), None)
                 self._done = done or self._done
                 if isinstance(event, Published):
                     self._good = done or self._good
                     self._pause_s = _RESTART_S
+                    if event.delta is not None:
+                        self._config = msgspec.structs.replace(self._config, delta_rest=0)
         self._on_event(event)
 
     def _hangs(self, run: AgentRun, passed_s: float, look_s: float) -> bool:
@@ -294,6 +299,9 @@ class AgentProcess:
 
     def _died(self) -> None:
         """Counts deaths with one version that it was told of and is not done with; the next agents are spared it."""
+        if self._makes_delta:  # it may have died of that: as long a rest as `Deltas` takes by itself
+            self._makes_delta = False
+            self._config = msgspec.structs.replace(self._config, delta_rest=2 * self._config.delta_rest + 1)
         with self._lock:
             given = self._publication
             if given is None or given is self._done or given is not self._given:

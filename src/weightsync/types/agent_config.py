@@ -22,6 +22,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         delta_budget_bytes: what deltas may take of shared memory; None: a quarter of the model's bytes on this host; 0:
             none are made.
         delta_device: where changes are searched for, as torch names it ("cuda"); None: on the CPU's cores.
+        delta_rest: of so many versions no delta is made at first: agents before this one died while they made one.
         load_delta_codec: before it says that it is ready; otherwise when somebody has asked for a delta.
         incarnation: of the publisher; see `AgentVersion`.
         full_sync_interval: each version whose number is a multiple of it goes out in full; 0: none has to.
@@ -41,6 +42,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     delta_budget_bytes: int | None = None
     full_sync_interval: int = 0
     delta_device: str | None = None
+    delta_rest: int = 0
     load_delta_codec: bool = False
     incarnation: str | None = None
 

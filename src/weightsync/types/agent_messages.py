@@ -101,6 +101,10 @@ class Pong(_Said, tag="pong", frozen=True, kw_only=True):
     """A sign of life."""
 
 
+class DeltaBegun(_Said, tag="delta", frozen=True, kw_only=True):
+    """It makes the delta to a version that was just proved. What it says of that version next tells the end of it."""
+
+
 class DeltaReport(msgspec.Struct, frozen=True, kw_only=True):
     """A delta that receivers can take.
 
@@ -159,6 +163,6 @@ class TransferDone(_Said, tag="done", frozen=True, kw_only=True):
     phases: tuple[PhaseRecord, ...] = ()
 
 
-Event: TypeAlias = Ready | Failed | Pong | Published | NotPublished | TransferBegun | TransferDone
+Event: TypeAlias = Ready | Failed | Pong | DeltaBegun | Published | NotPublished | TransferBegun | TransferDone
 
 learn(AgentStart, Order, Event)

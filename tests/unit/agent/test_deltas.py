@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,3 +88,36 @@ def test_an_agent_says_whether_it_can_make_any(
     assert deltas.can_be_made == (budget != 0), "as far as is known"
     deltas.load_codec()
     assert deltas.can_be_made == expected
+
+
+def test_an_agent_behind_one_that_died_rests_at_first() -> None:
+    """Seen red: one that is killed while it makes a delta was killed so with every version."""
+    specs = [TensorSpec(name="a", dtype="int8", shape=(8,))]
+    plan = plan_hosts(specs, [{"host": "h", "boxes": [[0, [0], [8]]]}])
+    deltas = Deltas(lambda: "http://x", budget_bytes=None, full_sync_interval=0, evicted=lambda segment: None, rest=2)
+    deltas.want()
+    deltas._codec = "ready"
+    version = Version(run_id="r", number=1)
+    publication = plan.publication(
+        version, "m", specs, endpoints=["http://x"], segments={"h": "none"}, block_bytes=4 << 20
+    )
+    older: Any = SimpleNamespace(lies_like=lambda *_: True)
+    why = [deltas._why_not_due(older, publication, 0) for _ in range(3)]
+    assert ["a rest" in each if each else None for each in why] == [True, True, None]
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_that_a_delta_is_begun_is_told_before_it_is_made(is_held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    deltas = Deltas(
+        lambda: "http://x",
+        budget_bytes=None,
+        full_sync_interval=0,
+        evicted=lambda segment: None,
+        begun=lambda: seen.append("begun"),
+    )
+    monkeypatch.setattr(deltas, "_make", lambda *_: bool(seen.append("made")))
+    monkeypatch.setattr(deltas, "_base", SimpleNamespace(begin=lambda: is_held, end=lambda: None))
+    nothing: Any = SimpleNamespace()
+    deltas.make(nothing, 0, nothing, check_cancelled=lambda: None)
+    assert seen == (["begun", "made"] if is_held else [])
