@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Collection
 
 from weightsync.errors import StateError
 from weightsync.types import Deadline
@@ -118,7 +119,7 @@ class PublishTracker:
         with self._changed:
             return self._delta if self._delta is not None and self._delta.version == version else None
 
-    def behind(self, version: int, *, wait_s: float = 0.0) -> tuple[str, ...] | None:
+    def behind(self, version: int, *, wait_s: float = 0.0, also: Collection[str] = ()) -> tuple[str, ...] | None:
         """Who keeps up, and has not fetched that version, or a newer one, yet; None where nobody has begun to.
 
         Who has fetched one of the last two versions that anybody has fetched keeps up, and whoever is at a first pull:
@@ -127,15 +128,16 @@ class PublishTracker:
         Args:
             version: its number.
             wait_s: where it is not fetched, something new is waited for, so long at most.
+            also: who counts as well, though its first pull has failed and it has not come again.
         """
         with self._changed:
-            if wait_s and self._behind(version) != ():
+            if wait_s and self._behind(version, also) != ():
                 self._changed.wait(wait_s)
-            return self._behind(version)
+            return self._behind(version, also)
 
-    def _behind(self, version: int) -> tuple[str, ...] | None:
+    def _behind(self, version: int, also: Collection[str]) -> tuple[str, ...] | None:
         now_s = time.monotonic()
-        at_it = {who for who, until_s in self._at_it.items() if until_s > now_s} | self._cut_off
+        at_it = {who for who, until_s in self._at_it.items() if until_s > now_s} | self._cut_off | {*also}
         first = tuple(sorted(at_it - self._fetched.keys()))
         if not self._recent:
             return first or None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, Self
 
 import msgspec
@@ -368,9 +368,9 @@ class WeightManager(Closing):
         self.wait_published(wanted, timeout_s=timeout_s)
         return self._tracker.delta_to(wanted)
 
-    def receivers_behind(self, version: int, *, wait_s: float = 0.0) -> tuple[str, ...] | None:
+    def receivers_behind(self, version: int, wait_s: float = 0, also: Collection[str] = ()) -> tuple[str, ...] | None:
         """Who pulls from this rank's agent, keeps up, and has not fetched a version; see `PublishTracker.behind`."""
-        return self._tracker.behind(version, wait_s=wait_s)
+        return self._tracker.behind(version, wait_s=wait_s, also=also)
 
     def wait_for_first_rank(self, done: Callable[[float], bool]) -> None:
         """Every rank calls it; returns on all of them when `done` has said so on rank 0.

@@ -40,6 +40,7 @@ class LastVersion:
         self._away = frozenset(away)
         self._hosts: Callable[[float], Mapping[str, str] | None] | None = None
         self._first: Deadline | None = None
+        self._named: set[str] = set()  # whoever was behind at any time
 
     def outcome(self, seconds: float) -> Mapping[str, str] | None:
         """Who has it not, and why; waits for that at most so many seconds. None: it is not known yet.
@@ -61,8 +62,10 @@ class LastVersion:
     def _fetched(self, seconds: float) -> Mapping[str, str] | None:
         assert self._first is not None
         behind = self._manager.receivers_behind(self._version.number, wait_s=self._some_of(seconds))
+        self._named.update(behind or ())
         if behind == () or (behind is None and self._first.expired):
-            return {}
+            left = self._manager.receivers_behind(self._version.number, also=self._named)
+            return dict.fromkeys(left or (), "its first pull failed, and it has not come again")
         if self._deadline.expired:
             return dict.fromkeys(behind or (), f"not fetched within {self._deadline.said}")
         return None

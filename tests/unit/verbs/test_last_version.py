@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from weightsync.trainer import publish_tracker
 from weightsync.trainer.publish_tracker import PublishTracker
 from weightsync.types import Version
 from weightsync.types.agent_messages import Published, TransferBegun, TransferDone
@@ -67,3 +68,17 @@ def test_one_that_fails_may_begin_once_more(manager: Manager) -> None:
 def test_one_that_does_not_end_is_named(manager: Manager) -> None:
     manager.tracker.hear(TransferBegun(version=VERSION, receiver="host"))
     assert waited(manager, timeout_s=0.0).outcome(0.001) == {"host": "not fetched within 0 s"}
+
+
+def test_one_that_has_failed_and_does_not_come_again_is_named(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: nobody had it, and all was well."""
+    last = waited(manager)
+    for who in ("host", "other"):
+        manager.tracker.hear(TransferBegun(version=VERSION, receiver=who))
+    assert last.outcome(0.001) is None
+    manager.tracker.hear(TransferDone(version=VERSION, receiver="other", ok=True))
+    monkeypatch.setattr(publish_tracker, "_AGAIN_S", 0.0)
+    manager.tracker.hear(TransferDone(version=VERSION, receiver="host", ok=False))
+    assert last.outcome(0.001) == {"host": "its first pull failed, and it has not come again"}
