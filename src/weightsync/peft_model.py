@@ -85,7 +85,7 @@ def check_active(model: Any, wanted: str | None) -> None:
 def adapter_tensors(model: Any, name: str) -> dict[str, torch.Tensor]:
     """An adapter's own live tensors, under the names of PEFT's file, as PEFT itself picks them. Nothing is copied."""
     peft = importlib.import_module("peft")
-    live = {clean_name(key): tensor for key, tensor in module_tensors(model)}
+    live = {clean_name(key): tensor for key, tensor in _under_each_name(model)}
     known = set(map(id, live.values()))
     found: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
         model, state_dict=live, adapter_name=name, save_embedding_layers=False
@@ -93,12 +93,29 @@ def adapter_tensors(model: Any, name: str) -> dict[str, torch.Tensor]:
     for key, tensor in found.items():
         if id(tensor) not in known:
             raise UnsupportedError("PEFT saves another tensor here than the model holds", parameter=key)
+    saved = {key.split(".lora_", 1)[0] for key in found}
+    for path, _ in lora_layers(model, name):
+        if f"{PREFIX}{path}" not in saved:  # PEFT leaves out whatever has another adapter's name for a part of its own
+            others = ", ".join(repr(each) for each in model.peft_config if f".{each}." in f".{path}.")
+            raise UnsupportedError(
+                f"PEFT's file of adapter {name!r} lacks this layer: another adapter is called like a part of its path "
+                f"({others or 'which one is not known'}): give that one another name",
+                parameter=path,
+            )
     return found
+
+
+def _under_each_name(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tied ones come under all of theirs: PEFT asks for either."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def adapter_names(model: Any, name: str) -> dict[str, str]:
     """From a tensor's name in the model to that in PEFT's file, of an adapter's own tensors."""
-    saved = {id(tensor): key for key, tensor in adapter_tensors(model, name).items()}
+    saved: dict[int, str] = {}
+    for key, tensor in adapter_tensors(model, name).items():
+        saved.setdefault(id(tensor), key)  # a tied one once
     return {clean_name(key): saved[id(t)] for key, t in module_tensors(model) if id(t) in saved}
 
 
@@ -108,6 +125,17 @@ def lora_layers(model: Any, name: str) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         if isinstance(module, layer_kind) and name in module.r:
             yield clean_name(path).removeprefix(PREFIX), module
+
+
+def saved_copies(model: Any, name: str) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Tensors of the base that an adapter has trained copies of (`modules_to_save`): where, the base's, the copy."""
+    for path, module in model.named_modules():
+        copies = module._modules.get("modules_to_save")
+        if isinstance(copies, torch.nn.ModuleDict) and name in copies and "original_module" in module._modules:
+            own = dict(copies[name].named_parameters(remove_duplicate=False))
+            for key, tensor in module.original_module.named_parameters(remove_duplicate=False):
+                if key in own:
+                    yield f"{clean_name(path).removeprefix(PREFIX)}.{key}", tensor, own[key]
 
 
 def base_names(model: Any, merged: str | None = None) -> dict[str, str]:

@@ -46,8 +46,15 @@ class LiveBase:
             WrongBaseError: nothing was changed.
         """
         base = None if manifest.adapter is None else manifest.adapter.base
-        if base is None or base.model_digest is None:
+        if base is None:
             return
+        if base.model_digest is None:
+            raise WrongBaseError(
+                f"the adapter belongs to {base}, and which version this engine's base is nobody here knows: give an "
+                "AdapterEngine the base's own engine, or publish the adapter with base= a digest, or False",
+                version=str(manifest.version),
+                state_left="nothing was changed; the old adapter is served on",
+            )
         live = self.digest(loader)
         if live is not None and live != base.model_digest:
             raise WrongBaseError(

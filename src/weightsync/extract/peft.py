@@ -21,11 +21,14 @@ from weightsync.errors import ConfigError, UnsupportedError
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.deepspeed import DeepSpeedWeightExtractor
 from weightsync.extract.fsdp import FSDPWeightExtractor
-from weightsync.peft_model import adapter_name, adapter_names, base_names, lora_layers, peft_model_in
+from weightsync.peft_model import adapter_name, adapter_names, base_names, lora_layers, peft_model_in, saved_copies
 from weightsync.plan.peft_config import published_adapter
 from weightsync.types import Adapter, Base
 
 _OWN = frozenset(vars(torch.nn.Module()))
+_TIED = (
+    "the adapter changes one of two tied weights, which an engine has as one: publish the adapter itself, or untie them"
+)
 
 
 def adapter_of(model: Any, name: str) -> Adapter:
@@ -104,12 +107,13 @@ class _Merging:
                         parameter=path,
                     )
                 if owners[id(tensor)] > 1:
-                    raise UnsupportedError(
-                        "the adapter changes one of two tied weights, which an engine has as one: publish the adapter "
-                        "itself, or untie them",
-                        parameter=path,
-                    )
+                    raise UnsupportedError(_TIED, parameter=path)
                 self._layer_of[id(tensor)] = layer, name
+        saved = list(saved_copies(peft_model_in(self.model), self.merged))
+        for path, tensor, copy in saved:
+            same = [each for _, tied, each in saved if tied is tensor]
+            if len(same) != owners[id(tensor)] or any(each is not copy for each in same):
+                raise UnsupportedError(f"{_TIED}, or train both as one (ensure_weight_tying=True)", parameter=path)
 
     def _gather(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         gather: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = super()._gather  # type: ignore[misc]

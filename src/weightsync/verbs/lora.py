@@ -18,8 +18,9 @@ from weightsync.errors import ConfigError, ExtractError, UnsupportedError, Weigh
 from weightsync.extract.base import WeightExtractor
 from weightsync.extract.peft import adapter_extractor, base_extractor, merged_extractor
 from weightsync.extract.registry import check_extractor
+from weightsync.module_walk import clean_name
 from weightsync.observe import Recorder
-from weightsync.peft_model import check_active, peft_model_in
+from weightsync.peft_model import base_names, check_active, peft_model_in
 from weightsync.trainer.extraction import gather
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types import Base, Version, WeightChunk
@@ -49,6 +50,35 @@ BaseLike: TypeAlias = Base | PublishesBase | str | bool | None
 computed once; False: nothing."""
 
 
+class FrozenBase:
+    """Looks whether tensors of a PEFT model's base are trained beside its adapters: an adapter that is bound to the
+    digest of its base, which is computed once, goes out without them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._good: list[str] = []
+
+    def check(self) -> None:
+        """Costs a look at each parameter.
+
+        Raises:
+            UnsupportedError: one is.
+        """
+        trained = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
+        if trained == self._good:
+            return
+        base = base_names(self._model)
+        for name in map(clean_name, trained):
+            if name in base:
+                raise UnsupportedError(
+                    "this tensor of the base is trained beside the adapter, and would never go out: freeze it, or name "
+                    "its module in modules_to_save, or give merge=True, or base= the base's own publisher (base=False: "
+                    "engines do not compare their base)",
+                    parameter=base[name],
+                )
+        self._good = trained
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraChoice:
     """How a PEFT model goes out.
@@ -57,12 +87,14 @@ class LoraChoice:
         adapter: which; its only one where not given.
         merge: whether the base goes out with it merged.
         base: see `BaseLike`.
+        frozen: looks whether the base is trained, too.
         canary: what is asked before each step; None: nothing.
     """
 
     adapter: str | None
     merge: bool
     base: BaseLike
+    frozen: FrozenBase
     canary: TrainerCanary | None = None
 
     def settings(self, config: WeightSyncConfig, *, dtype_given: bool) -> WeightSyncConfig:
@@ -98,6 +130,7 @@ class LoraChoice:
         try:
             made = self._made(weights, config, name_map)
             if made.adapter is not None and self.base is None:
+                self.frozen.check()
                 base = base_extractor(weights, **_of_chunks(config))
                 base.alone = ranks.alone
         except Exception as caught:
@@ -140,7 +173,7 @@ class LoraChoice:
 
         Raises:
             ConfigError: that publisher has published nothing; or a canary would be asked of another adapter.
-            UnsupportedError: see `adapter_of`.
+            UnsupportedError: see `adapter_of`; or the base is trained, too.
         """
         if not isinstance(extractor, WeightExtractor):
             return
@@ -150,6 +183,8 @@ class LoraChoice:
         if extractor.adapter is None or extractor.read_adapter is None:
             return
         base = extractor.adapter.base
+        if self.base is None:
+            self.frozen.check()
         if isinstance(self.base, PublishesBase) and not isinstance(self.base, Base):  # which looks like one
             if self.base.version is None:
                 raise ConfigError("the base's publisher has published nothing yet: step() it before the adapter's")
@@ -178,7 +213,8 @@ def lora_choice(
         if canary is not None:
             assert isinstance(weights, torch.nn.Module)
             asked = TrainerCanary(weights, canary, tolerance=canary_tolerance)
-        return LoraChoice(adapter=adapter, merge=merge, base=base, canary=asked)
+        frozen = FrozenBase(peft_model_in(weights))
+        return LoraChoice(adapter=adapter, merge=merge, base=base, frozen=frozen, canary=asked)
     if adapter is not None or merge or base is not None or canary is not None:
         raise ConfigError(
             "adapter=, merge=, base= and canary= are for a PEFT model, and these weights are a "

@@ -21,6 +21,7 @@ from weightsync.load.base import WeightLoader
 from weightsync.load.merged import MergedAdapterLoader
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.load.peft import PeftAdapterLoader, PeftBaseLoader
+from weightsync.types import Base, Version
 
 
 def in_place(seed: int = 7) -> tuple[Any, WeightLoader]:
@@ -118,6 +119,17 @@ def test_merged_it_is_a_model_like_any_other() -> None:
 def test_an_adapter_that_is_bound_to_nothing_is_taken_anywhere() -> None:
     _, loader = in_place(seed=8)
     assert pushed(peft_model(), loader, 1, base=False).digests_equal
+
+
+@pytest.mark.parametrize("make", [in_place, merged])
+def test_an_adapter_that_is_bound_to_a_version_needs_an_engine_that_knows_its_base(make: Any) -> None:
+    """Seen red: it was taken on any base, and proved."""
+    base = Base(model_id="actor", version=Version(run_id="run", number=3))
+    with pytest.raises(SyncFailedError) as caught:
+        pushed(peft_model(), make(seed=8)[1], 1, base=base)
+    error = cause_of(caught.value)
+    assert isinstance(error, WrongBaseError)
+    assert "AdapterEngine" in error.message
 
 
 def test_a_digest_that_was_given_is_the_one_that_counts() -> None:

@@ -139,6 +139,9 @@ def test_what_can_not_be_published_is_refused() -> None:
     tied.base_model.model.model.embed_tokens.weight = tied.base_model.model.lm_head.base_layer.weight
     with pytest.raises(UnsupportedError, match="tied"):
         merged_extractor(tied)
+    for saved in (["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]):  # seen red: an engine had one for both
+        with pytest.raises(UnsupportedError, match=r"tied weights.*ensure_weight_tying"):
+            merged_extractor(peft_model("qwen2", 8, modules_to_save=saved))
     other = peft.get_peft_model(base_model(), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     with pytest.raises(UnsupportedError, match="IA3"):
         adapter_extractor(other)
@@ -182,3 +185,27 @@ def test_no_path_of_the_trainers_machine_goes_out() -> None:
     adapter = adapter_extractor(model).adapter
     assert adapter is not None
     assert "/home" not in adapter.config
+
+
+def test_two_tied_weights_that_are_trained_as_one_are_one() -> None:
+    """As PEFT's own warning advises. Seen red: KeyError 'modules_to_save.default.weight', and a refusal."""
+    model = peft_model("qwen2", 8, modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    trained = model.base_model.model.model.embed_tokens.modules_to_save["default"].weight
+    assert model.base_model.model.lm_head.modules_to_save["default"].weight is trained
+    found = extracted(adapter_extractor(model))
+    assert [name for name, tensor in found.items() if torch.equal(tensor, trained)] == [
+        "base_model.model.model.embed_tokens.weight"
+    ]
+    whole = extracted(merged_extractor(model))
+    assert torch.equal(whole["model.embed_tokens.weight"], trained)
+    assert "lm_head.weight" not in whole
+
+
+def test_an_adapter_that_is_called_like_a_part_of_a_path_is_refused() -> None:
+    """Seen red: PEFT's file of the other one went out without layer 1."""
+    model = peft_model("llama", 8)
+    model.add_adapter("1", lora_config(4))
+    with pytest.raises(UnsupportedError, match=r"'1'\): give that one another name") as caught:
+        adapter_extractor(model, adapter="default")
+    assert str(caught.value.parameter).startswith("model.layers.1.")
+    assert len(extracted(adapter_extractor(model, adapter="1"))) == 2 * 2 * len([*ATTENTION, *MLP])

@@ -149,3 +149,24 @@ def test_contradictions_are_refused() -> None:
     assert choice is not None
     with pytest.raises(UnsupportedError, match="Megatron"):
         choice.extractor(model, megatron, TrainingRanks(timeout_s=5), name_map=None, timeout_s=5)
+
+
+def test_a_base_that_is_trained_beside_its_adapter_is_refused() -> None:
+    """Seen red: engines served each adapter on the base of the beginning, and proved it."""
+    model: Any = peft_model()
+    choice = lora_choice(model, adapter=None, merge=False, base=None)
+    assert choice is not None
+    made = extractor_of(model)
+    choice.bind(made)
+    norm = model.get_parameter("base_model.model.model.norm.weight")
+    norm.requires_grad_(True)
+    for call in (lambda: choice.bind(made), lambda: extractor_of(model)):
+        with pytest.raises(UnsupportedError, match="trained beside the adapter") as caught:
+            call()
+        assert caught.value.parameter == "model.norm.weight"
+    extractor_of(model, base=False)
+    extractor_of(model, merge=True)
+    norm.requires_grad_(False)
+    choice.bind(made)
+    with pytest.raises(UnsupportedError, match="trained beside the adapter"):  # PEFT's biases are the base's own
+        extractor_of(peft_model("qwen2", 8, bias="lora_only"))
