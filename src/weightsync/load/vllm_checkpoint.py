@@ -13,6 +13,8 @@ from weightsync.load.whole import TIED, Differences
 from weightsync.tensors import torch_dtype
 from weightsync.types import Manifest, dtype_name
 
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 _logger = logging.getLogger(__name__)
 
 
@@ -24,7 +26,9 @@ class CheckpointTensors:
     """
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
-        self._dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        params = {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
+        self._dtypes = set(params.values())
+        self._own = {name: dtype for name, dtype in params.items() if dtype in _PLAIN}  # what is not packed into others
         self._dtype: torch.dtype | None = getattr(model_config, "dtype", None)
         if isinstance(self._dtype, torch.dtype):
             self._dtypes.add(self._dtype)
@@ -67,6 +71,12 @@ class CheckpointTensors:
                 what = f"the trainer sends {spec.dtype}, vLLM serves this model as {own} and would convert"
                 hint = f"send {own} (dtype=, --dtype of weightsync check), or start vLLM with --dtype {spec.dtype}"
                 differences.add(spec.name, what, hint=hint)
+            elif dtype.is_floating_point and self._own.get(spec.name, dtype) != dtype:  # a router's float32, say
+                own = dtype_name(self._own[spec.name])
+                what = f"the trainer sends {spec.dtype}, vLLM has this parameter in {own} and would convert"
+                differences.add(
+                    spec.name, what, hint=f'send it so: dtype_overrides={{"{_glob_of(spec.name)}": "{own}"}}'
+                )
         differences.add_missing(name for name, tensor in self._tensor_of.items() if tensor not in taken)
         differences.refuse(lambda: manifest.table.names)
 
@@ -93,3 +103,9 @@ class CheckpointTensors:
         for name, tensor in self._tensor_of.items():
             self._first_name.setdefault(tensor, name)
         self._skeleton = skeleton  # keeps the ids from being used again
+
+
+def _glob_of(name: str) -> str:
+    """All tensors that are called alike, in any layer."""
+    parts = name.split(".")
+    return ".".join(["*", *parts[-2 if parts[-1] in ("weight", "bias") else -1 :]])

@@ -94,6 +94,22 @@ def test_what_vllm_would_load_in_part_or_convert_is_refused(name: str, tensor: t
     loader.begin(manifest(whole))
 
 
+def test_a_parameter_that_vllm_has_in_another_dtype_than_the_model_is_sent_in_that() -> None:
+    """Seen red: a dtype of any parameter was good for each, and float32 routers were rounded to bfloat16."""
+    model = nn.Module()
+    model.model = nn.Linear(2, 2).bfloat16()
+    model.model.norm = nn.LayerNorm(8, bias=False)  # in float32, as vLLM has some routers
+    loader = VLLMWeightLoader(
+        model, model_config=SimpleNamespace(hf_config=hf_config(tied=False), dtype=torch.bfloat16)
+    )
+    whole = checkpoint(tied=False)
+    with pytest.raises(ManifestMismatchError, match="vLLM has this parameter in float32") as caught:
+        loader.begin(manifest(whole))
+    assert caught.value.parameter == "model.norm.weight"
+    assert 'dtype_overrides={"*.norm.weight": "float32"}' in caught.value.message
+    loader.begin(manifest(replaced(whole, "model.norm.weight", torch.zeros(8))))
+
+
 def test_all_that_differs_is_said_at_once() -> None:
     """Seen to fail: the first difference alone was told, and the next one at the next try."""
     loader = loader_of(hf_config(tied=False))

@@ -47,7 +47,7 @@ class CheckpointDigest:
 
     def equals(self, digest: str) -> bool | None:
         """Whether the checkpoint has that digest in one of the dtypes; None: it can't be told (no files here, quantised
-        ones, or some that can't be read).
+        ones, some that can't be read, or of a model whose modules have other names than its files).
 
         Raises:
             BusyError: it is being read; ask again.
@@ -70,12 +70,13 @@ class CheckpointDigest:
 
     def _run(self) -> None:
         try:
+            is_converted = _is_converted(_config(self._folder))
             for dtype in _CASTS:
                 if (digest := _digest(self._folder, dtype)) is None:
                     break
                 with self._lock:
                     self._found[dtype] = digest
-                    self._is_whole = len(self._found) == len(_CASTS)
+                    self._is_whole = len(self._found) == len(_CASTS) and not is_converted
         except Exception as error:
             _logger.warning("the digest of the checkpoint %s can't be computed: %s", self._folder, error)
         finally:
@@ -101,7 +102,8 @@ def check_base(adapter: Adapter, checkpoint: CheckpointDigest, version: Version 
         wrong = checkpoint.equals(wanted.model_digest) is False
     if wrong:
         raise WrongBaseError(
-            f"the adapter was trained on {wanted}, and this engine has {has}: load that base first",
+            f"the adapter was trained on {wanted}, and this engine has {has}: load that base first (or publish "
+            "the adapter with base=False: no engine looks then)",
             state_left="nothing was changed; the adapter that was served is served on",
         )
 
@@ -131,9 +133,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from safetensors import safe_open
 
     files = checkpoint_files(folder, all_of_them=False) if any(folder.glob("*.safetensors")) else ()
-    config: dict[str, Any] = {}
-    if (path := folder / "config.json").is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+    config = _config(folder)
     if config.get("quantization_config"):
         return
     for file in files:
@@ -141,3 +141,22 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name in opened.keys():  # noqa: SIM118
                 if name != _TIED or not config.get("tie_word_embeddings"):
                     yield name, opened.get_tensor(name)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_converted(config: dict[str, Any]) -> bool:
+    """Whether transformers gives tensors of such a model other names or shapes than its files have, as of each mixture
+    of experts from release 5 on: a trainer's digest is of the modules'."""
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:  # an older release, which loads what the files have
+        return False
+    text = config.get("text_config")
+    kinds = [config.get("model_type"), *(config.get("architectures") or ())]
+    kinds += [text.get("model_type")] if isinstance(text, dict) else []
+    return any(kind is not None and get_checkpoint_conversion_mapping(kind) is not None for kind in kinds)

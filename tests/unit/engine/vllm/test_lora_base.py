@@ -114,3 +114,24 @@ def test_a_checkpoint_that_was_read_in_part_refuses_nobody(tmp_path: Path, monke
     wide = {name: t.float() if t.is_floating_point() else t for name, t in weights().items()}
     assert equals(there, digest(wide)) is None
     assert equals(there, digest(weights())) is True
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3_moe"},
+        {"model_type": "a_new_one", "text_config": {"model_type": "qwen3_moe"}},
+        {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"},
+    ],
+)
+def test_a_model_whose_modules_have_other_names_than_its_files_refuses_nobody(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Seen red: adapters of every mixture of experts were "of another base", for good."""
+    pytest.importorskip("transformers.conversion_mapping", reason="this release of transformers converts nothing")
+    there = checkpoint(tmp_path, weights(), **config)
+    assert equals(there, "wsd2:" + "1" * 32) is None
+    assert equals(there, digest(weights())) is True
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    assert equals(checkpoint(plain, weights(), model_type="llama"), "wsd2:" + "1" * 32) is False
