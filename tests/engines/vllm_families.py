@@ -119,10 +119,11 @@ class _Trainer:
         self._manager: Any = None
         self._version = 0
 
-    def begin(self, family: str, tied: bool, folder: str) -> None:
-        """A run with a new model."""
+    def begin(self, family: str, tied: bool, folder: str, as_files: bool = False) -> None:
+        """A run with a new model; published under its own names, or under those of its files, as an exporter does."""
+        self._as_files = as_files
         self._model, self._folder, self._version = build(family, tied=tied), Path(folder), 0
-        self._before = cast_weights(self._model)
+        self._before = self._weights()
         self._never = set(self._before)
         groups = [
             {"params": [parameter], "lr": LEARNING_RATES[parameter.dim()]} for parameter in self._model.parameters()
@@ -149,12 +150,22 @@ class _Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
+    def _weights(self) -> dict[str, torch.Tensor]:
+        weights = cast_weights(self._model)
+        if not self._as_files:
+            return weights
+        from transformers.core_model_loading import revert_weight_conversion
+
+        named: dict[str, torch.Tensor] = revert_weight_conversion(self._model, weights)
+        return {name: tensor.contiguous() for name, tensor in named.items()}
+
     def publish(self) -> dict[str, Any]:
         """What was published, and saved as a checkpoint."""
         self._version += 1
-        weights = cast_weights(self._model)
+        weights = self._weights()
         checkpoint = save_checkpoint(self._folder / f"v{self._version}", self._model, weights)
-        assert self._manager.offload(self._model.named_parameters(), self._version).published
+        sent = weights if self._as_files else dict(self._model.named_parameters())
+        assert self._manager.offload(sent.items(), self._version).published
         self._manager.wait_published(self._version, timeout_s=120)
         changed = {name: int((weights[name] != old).sum()) for name, old in self._before.items()}
         self._before, self._never = weights, {name for name in self._never if not changed[name]}

@@ -23,6 +23,9 @@ class CheckpointTensors:
 
     Built on the meta device at the first use. Unknown where transformers has no such model; then names are not
     checked before they are loaded, and vLLM's own counts are (`LayerwiseReload.check`).
+
+    transformers may give a module's tensors other names and shapes than its files have (from release 5 on experts are
+    stacked). vLLM's loader takes either; so a manifest has either, and no mixture.
     """
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
@@ -34,15 +37,16 @@ class CheckpointTensors:
             self._dtypes.add(self._dtype)
         self._hf_config = getattr(model_config, "hf_config", None)
         self._built = False
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._tensor_of: dict[str, int] = {}
-        self._first_name: dict[int, str] = {}
+        self._skeleton: Any = None
+        self._named: dict[str, torch.Tensor] = {}
+        self._files: dict[str, torch.Tensor] | None = None
+        self._take({})
 
     @property
     def known(self) -> bool:
         """Whether names and shapes could be found out."""
         self._build()
-        return bool(self._shapes)
+        return bool(self._named)
 
     def canonical(self, name: str) -> str:
         """The first name of the tensor: of tied names vLLM loads that one alone."""
@@ -56,6 +60,8 @@ class CheckpointTensors:
         """
         differences = Differences()
         taken: dict[int, str] = {}
+        if self.known:
+            self._take(self._meant_by(manifest))
         for spec in manifest.tensors:
             dtype, shape = torch_dtype(spec.dtype), self._shapes.get(spec.name) if self.known else spec.shape
             if shape is None:
@@ -98,11 +104,40 @@ class CheckpointTensors:
                 "what a checkpoint of this model holds is not known (%r): tensor names are checked by vLLM alone", error
             )
             return
+        self._skeleton, self._named = skeleton, tensors
+        self._take(tensors)
+
+    def _take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """What is checked against from now on; `_named` and `_files` keep the ids from being used again."""
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._tensor_of = {name: id(tensor) for name, tensor in tensors.items()}
+        self._first_name: dict[int, str] = {}
         for name, tensor in self._tensor_of.items():
             self._first_name.setdefault(tensor, name)
-        self._skeleton = skeleton  # keeps the ids from being used again
+
+    def _meant_by(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """The module's tensors, or its files' where the manifest has more names of these."""
+        strange = [spec.name for spec in manifest.tensors if spec.name not in self._named]
+        if not strange:
+            return self._named
+        if self._files is None:
+            self._files = _as_files(self._skeleton, self._named)
+        known = sum(name in self._files for name in strange)
+        return self._files if known > len(strange) // 2 else self._named
+
+
+def _as_files(model: Any, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` would write; empty where that is not known."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        files: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(named))
+    except Exception as error:  # an older release of transformers, which converts nothing
+        _logger.debug("how transformers writes this model's files is not known: %r", error)
+        return {}
+    return {name: tensor for name, tensor in named.items() if name in files} | {
+        name: tensor for name, tensor in files.items() if name not in named
+    }
 
 
 def _glob_of(name: str) -> str:

@@ -110,6 +110,38 @@ def test_a_parameter_that_vllm_has_in_another_dtype_than_the_model_is_sent_in_th
     loader.begin(manifest(replaced(whole, "model.norm.weight", torch.zeros(8))))
 
 
+def test_experts_are_taken_as_modules_and_as_files_have_them() -> None:
+    """Seen red: names of files were refused, which an exporter, a folder's agent and older trainers send."""
+    conversion = pytest.importorskip("transformers.core_model_loading", reason="this release stacks no experts")
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=12, moe_intermediate_size=6, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=4, tie_word_embeddings=True,
+        architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).bfloat16()
+    stacked = {name: p.detach() for name, p in model.named_parameters()}
+    files = {name: tensor.clone() for name, tensor in conversion.revert_weight_conversion(model, stacked).items()}
+    one = "model.layers.0.mlp.experts.3.up_proj.weight"
+    assert one in files
+    loader = loader_of(config)
+    for whole in (files, stacked, files):
+        loader.begin(manifest(whole))
+        loader.abort("next")
+    assert loader._expected.canonical("lm_head.weight") == "model.embed_tokens.weight"
+    for odd, words in (
+        (replaced(files, one, None), f"the trainer does not send 1 of the model's tensors: {one}"),
+        (
+            replaced(files, one, torch.zeros(5, 8).bfloat16()),
+            r"the trainer sends \(5, 8\), the engine's model has \(6, 8\)",
+        ),
+        ({**files, "model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 12, 8).bfloat16()}, "no such tensor"),
+    ):
+        with pytest.raises(ManifestMismatchError, match=words):
+            loader.begin(manifest(odd))
+
+
 def test_all_that_differs_is_said_at_once() -> None:
     """Seen to fail: the first difference alone was told, and the next one at the next try."""
     loader = loader_of(hf_config(tied=False))
