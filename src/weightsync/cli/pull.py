@@ -18,7 +18,7 @@ def agent(
     model_id: Annotated[str, typer.Option(help="Name under which receivers ask for it.")] = "model",
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")] = 8765,
-    advertise: Annotated[str | None, typer.Option(help="Host name that receivers reach it by.")] = None,
+    advertise: Annotated[str | None, typer.Option(help="Host name that receivers reach it by, without a port.")] = None,
     token: Token = None,
     dtype: Annotated[str | None, typer.Option(help="Convert floating-point tensors, e.g. bfloat16.")] = None,
     every_s: Annotated[float, typer.Option(min=0.1, max=MAX_S, help="How often to look for a change.")] = 1.0,

@@ -6,6 +6,7 @@ import json
 
 from weightsync.errors import ConfigError, InvalidRequestError, VersionError
 from weightsync.net.auth import check_exposure
+from weightsync.net.http_edge import checked_url
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.types.agent_config import AgentConfig
 from weightsync.types.control import UNNAMED
@@ -45,12 +46,22 @@ def check_reachable(config: AgentConfig) -> None:
             f"host {config.host!r} is no address that receivers can call: give a host name as well (advertise=, or "
             "--advertise)"
         )
-    if config.advertise is not None and (not config.advertise or set(config.advertise) & set("/ @[]")):
-        raise ConfigError(
-            f"advertise is a host name or an address alone, without a port or a scheme: {config.advertise!r}"
-        )
+    if config.advertise is not None:
+        _check_name(config.advertise)
     if (config.certificate is None) != (config.key is None):
         raise ConfigError("TLS needs a certificate and a key")
+
+
+def _check_name(advertise: str) -> None:
+    """Whoever fetches reads it as the host of a URL, where an address with colons stands in brackets."""
+    try:
+        if not advertise or set(advertise) & set("/ @[]?#"):
+            raise ConfigError("there is more in it than a host")
+        checked_url(f"http://{f'[{advertise}]' if ':' in advertise else advertise}", whose="its")
+    except ConfigError as error:
+        raise ConfigError(
+            f"advertise is a host name or an address alone, without a port or a scheme: {advertise!r}"
+        ) from error
 
 
 def check_deltas(config: AgentConfig) -> None:

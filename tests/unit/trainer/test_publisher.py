@@ -127,6 +127,20 @@ def test_a_run_has_no_name_that_a_controller_gives_to_none() -> None:
 
 
 @pytest.mark.parametrize(
+    "advertise", ["trainer-0:8765", "10.0.0.5:8765", "10.0.0.500", "http://trainer-0", "[::1]", ""]
+)
+def test_an_agent_advertises_no_more_than_a_host(advertise: str) -> None:
+    """Seen red: a port was taken, and receivers were told http://[trainer-0:8765]:8765, which none of them reads."""
+    with pytest.raises(ConfigError, match="a host name or an address alone, without a port"):
+        WeightManager("m", advertise=advertise)
+
+
+@pytest.mark.parametrize("advertise", ["trainer-0", "trainer_0.cluster.local", "10.0.0.5", "fd00::5", "fe80::1%eth0"])
+def test_an_agent_advertises_a_host_of_any_kind(advertise: str) -> None:
+    WeightManager("m", advertise=advertise).close()
+
+
+@pytest.mark.parametrize(
     ("what", "why"), [("name", "ConfigError: run_id"), ("memory", "StateError: .*Read-only file system")]
 )
 def test_what_one_rank_finds_before_the_first_agreement_is_told_to_all(what: str, why: str) -> None:
