@@ -15,6 +15,7 @@ from weightsync.errors import ConfigError
 from weightsync.handles.stepped import check_choice
 from weightsync.memory import ServingLease
 from weightsync.net.auth import check_exposure, checked_token, is_loopback
+from weightsync.net.http_edge import checked_url
 from weightsync.net.routes import address_towards, url_towards
 from weightsync.net.server import TlsFiles
 from weightsync.objects.urls import is_store_url
@@ -79,7 +80,7 @@ class RolloutConfig:
         max_peers: hosts that are asked at one time.
 
     Raises:
-        ConfigError: a time makes no sense, or a token can't be one.
+        ConfigError: a time makes no sense, a token can't be one, or `advertise` is no URL.
     """
 
     service_id: str = "rollout"
@@ -118,6 +119,8 @@ class RolloutConfig:
         check_config_id("service_id", self.service_id)
         for name in ("token", "sender_token", "controller_token"):
             object.__setattr__(self, name, checked_token(getattr(self, name)))
+        if self.advertise is not None:
+            object.__setattr__(self, "advertise", checked_url(self.advertise, whose="advertise's"))
         if isinstance(self.senders, str):
             raise ConfigError(f"senders is a tuple of URLs; write senders=({self.senders!r},)")
         if self.controller is not None and self.lease is None:

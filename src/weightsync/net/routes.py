@@ -86,7 +86,10 @@ def address_towards(urls: Iterable[str], *, instead: str) -> str | None:
         ConfigError: one is no URL, the name of that machine is not known here, or no route leads to it.
     """
     for url in urls:
-        host = urlsplit(url).hostname
+        try:
+            host = urlsplit(url).hostname
+        except ValueError:  # half a bracket, say
+            host = None
         if not host:
             raise ConfigError(f"{url!r} is no URL: write it as http://HOST:PORT")
         if is_loopback(host):

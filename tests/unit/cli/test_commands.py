@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from tests.unit.handles.sglang_kit import write_checkpoint
 from tests.unit.handles.vllm_kit import VllmStandIn
-from weightsync.cli import app, doctor
+from weightsync.cli import app, doctor, serve
 from weightsync.clients.controller import ControllerClient
 from weightsync.control.methods.folder import VersionFolder
 from weightsync.memory import folder
@@ -98,6 +98,14 @@ def test_a_controller_without_a_lease_is_told_the_option() -> None:
         "serve", "--engine", "a=vllm+http://127.0.0.1:9", "--controller", "http://127.0.0.1:9", "--port", 0
     )
     assert (code, "add --lease FILE" in text) == (2, True), text
+
+
+@pytest.mark.parametrize("advertise", ["host-0:9000", "http://[::1"])
+def test_a_service_advertises_a_url(advertise: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it ran, and no heartbeat could be sent; or it ended with a traceback."""
+    monkeypatch.setattr(serve, "_watch", lambda *_: None)
+    code, text = run("serve", "--engine", "a=weightsync+http://127.0.0.1:9", "--port", 0, "--advertise", advertise)
+    assert (code, "ConfigError: advertise's URL" in text) == (2, True), text
 
 
 def test_an_example_needs_no_configuration() -> None:

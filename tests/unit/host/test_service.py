@@ -123,9 +123,12 @@ def test_a_service_that_polls_needs_no_notifications(world: World, waits: bool) 
         ({"patch_limit": 2.0}, "patch_limit"),
         ({"transport": "store"}, "transport is tcp or shm"),
         ({"poll_s": 0}, "poll_s"),
+        ({"advertise": "host-0:9000"}, "advertise's URL .*: write http://host-0:9000"),
+        ({"advertise": "http://[::1"}, "advertise's URL can't be read"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_at_once(options: dict[str, Any], text: str) -> None:
+    """Seen red with `advertise`: each heartbeat failed before it was sent, and the words blamed the controller."""
     with pytest.raises((ConfigError, InvalidRequestError), match=text):
         RolloutConfig(**options)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import threading
 import time
@@ -37,10 +38,10 @@ def test_loopback_needs_no_address_and_an_unknown_machine_is_an_error() -> None:
         address_towards(["http://no-such-machine.invalid:9000"], instead="say host=")
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:9000", "host-0:9000", "host-0", ""])
+@pytest.mark.parametrize("url", ["127.0.0.1:9000", "host-0:9000", "host-0", "", "http://[::1"])
 def test_an_address_without_http_is_said_to_lack_it(url: str) -> None:
-    """Seen red: no address was said to lead to a machine without a name."""
-    with pytest.raises(ConfigError, match=f"'{url}' is no URL: write it as http://HOST:PORT"):
+    """Seen red: no address was said to lead to a machine without a name; half a bracket was a ValueError."""
+    with pytest.raises(ConfigError, match=re.escape(f"'{url}' is no URL: write it as http://HOST:PORT")):
         address_towards([url], instead="say host=")
 
 
