@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -21,6 +22,7 @@ from weightsync.errors import (
     EngineError,
     EngineUnreachableError,
     InvalidRequestError,
+    UnsupportedError,
     WeightSyncError,
 )
 from weightsync.handles.by_url import engine_at, or_another_part, read_engine_url
@@ -74,7 +76,7 @@ class Face:
         self._client: JsonClient | None = None
         self._engine: EngineHandle | None = None
         self._known: Callable[[float], Seen] | None = None
-        self._odd: str | None = None  # why a controller's status can't be read
+        self._odd: str | None = None  # what a part of ours has said that is none of the answers looked for
         if "+" in url.partition("://")[0]:
             read_engine_url(url)
         else:
@@ -96,12 +98,11 @@ class Face:
                 seen = way(timeout_s)
             except _NO_SIGN:
                 raise
-            except WeightSyncError:
+            except WeightSyncError as error:
+                self._odd = self._odd or self._said_by_ours(error)
                 continue
             self._known = way
             return seen
-        if self._odd is not None:
-            raise EngineError(f"{self._odd}: ask by the controller's own release", peer=self._url)
         return self._ask_engine(timeout_s)
 
     def close(self) -> None:
@@ -111,19 +112,42 @@ class Face:
         if self._engine is not None:
             self._engine.close()  # type: ignore[attr-defined]
 
+    def _body(self, path: str, timeout_s: float) -> bytes:
+        assert self._client is not None
+        return self._client.answer("GET", path, deadline=Deadline(timeout_s)).body
+
+    def _said_by_ours(self, error: WeightSyncError) -> str | None:
+        """An error's words, where they are those of a part of weightsync that answers there; None where they may be
+        anybody's."""
+        if isinstance(error, UnsupportedError):
+            if "this is a weightsync" not in error.message:
+                return None
+            parts = urlsplit(self._url)
+            less = f": leave its path out, {parts.scheme}://{parts.netloc}" if parts.path else ""
+            return f"{error.message}{less}"
+        anybodys = isinstance(error, InvalidRequestError) or error.details.keys() & {"status", "remote_error"}
+        return None if anybodys else error.message
+
+    @contextlib.contextmanager
+    def _known_as(self, whose: str, *, known: bool = True) -> Iterator[None]:
+        """Around what is asked of a part of ours: what does not fit there is of another release, and no stranger's."""
+        try:
+            yield
+        except (InvalidRequestError, UnsupportedError) as error:
+            if known:
+                self._odd = f"{error.message}: ask by the {whose}'s own release"
+            raise
+
     def _ask_status(self, timeout_s: float) -> Seen:
         """A controller and a service both have `/status`."""
-        assert self._client is not None
-        body = self._client.answer("GET", "/status", deadline=Deadline(timeout_s)).body
+        body = self._body("/status", timeout_s)
         status = decode(body, dict[str, Any], what="its status")
         if "sync_mode" in status:
-            try:
+            with self._known_as("controller"):
                 now = decode(body, ControllerStatus, what="the status of a controller")
-            except InvalidRequestError as error:
-                self._odd = error.message
-                raise
             return Seen(facts=facts(now), tables=tuple(tables_of(now)), raw=now)
-        service = decode(body, ServiceStatus, what="the status of a service")
+        with self._known_as("service", known=isinstance(status.get("models"), dict)):
+            service = decode(body, ServiceStatus, what="the status of a service")
         found = [fact for name, model in service.models.items() for fact in _of_model(name, model)]
         found += _of_lease(service)
         rows = (
@@ -138,11 +162,12 @@ class Face:
         return Seen(facts=worst_first(found), tables=(table("Models", heads, rows),), raw=service)
 
     def _ask_agent(self, timeout_s: float) -> Seen:
-        assert self._client is not None
-        now = self._client.call("GET", "/get_version", AgentVersion, timeout_s=timeout_s)
-        ended = self._client.call("GET", "/get_transfers", EndedTransfers, timeout_s=timeout_s)
-        book = self._client.call("GET", "/receivers", Receivers, timeout_s=timeout_s)
-        can = self._client.call("GET", "/get_capabilities", dict[str, Any], timeout_s=timeout_s)
+        body = self._body("/get_version", timeout_s)
+        with self._known_as("agent", known="model_id" in decode(body, dict[str, Any], what="its version")):
+            now = decode(body, AgentVersion, what="the version of an agent")
+            ended = decode(self._body("/get_transfers", timeout_s), EndedTransfers, what="the transfers of an agent")
+            book = decode(self._body("/receivers", timeout_s), Receivers, what="the receivers of an agent")
+            can = decode(self._body("/get_capabilities", timeout_s), dict[str, Any], what="what an agent can")
         deltas = ", ".join(f"{delta['base']} -> {delta['version']}" for delta in can.get("deltas", ()))
         why_none = can.get("why_no_delta") or "no receiver has asked for one"
         kept = (("digest", now.model_digest), ("publisher", now.incarnation), ("deltas", deltas or f"none: {why_none}"))
@@ -178,6 +203,8 @@ class Face:
             try:
                 self._engine = engine_at(self._url, token=self._token, verify=self._verify, timeout_s=timeout_s)
             except ConfigError as error:  # of what answers there: the URL is one
+                if self._odd is not None:
+                    raise EngineError(self._odd, peer=self._url) from None
                 what = error.message.replace(or_another_part(error.peer or ""), "")
                 raise EngineError(f"{what}; nor does {_RUNS} run there", peer=error.peer) from None
         reply = described(self._engine, DescribeRequest(), deadline)

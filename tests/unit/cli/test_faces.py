@@ -96,6 +96,57 @@ def test_a_controller_of_another_release_is_named_as_one() -> None:
     assert "no engine" not in error
 
 
+AGENT = AgentVersion(model_id="actor", run_id="run", version=3)
+MORE = {"what_is_new": 1}
+
+
+@pytest.mark.parametrize(
+    ("whose", "answers"),
+    [
+        ("service", {"status": {**msgspec.to_builtins(ServiceStatus(models={"actor": SERVED})), **MORE}}),
+        ("agent", {"get_version": {**msgspec.to_builtins(AGENT), **MORE}}),
+        (
+            "agent",
+            {
+                "get_version": AGENT,
+                "get_transfers": {**msgspec.to_builtins(EndedTransfers(ended=(), newest=0)), **MORE},
+            },
+        ),
+    ],
+)
+def test_a_service_or_an_agent_of_another_release_is_named_as_one(whose: str, answers: dict[str, Any]) -> None:
+    """A host while the library is upgraded. Seen red: nothing of weightsync was said to run there."""
+    with answering(f"weightsync {whose}", **answers) as url:
+        code, _, error = run(url)
+    assert code == 3
+    assert re.search(f"of an? {whose} does.*`what_is_new`.*ask by the {whose}'s own release", error), error
+    assert not re.search("no engine|nor does", error), error
+
+
+def test_a_path_that_is_too_long_is_said_to_be() -> None:
+    """Copied from a browser, say. Seen red: nothing of weightsync was said to run there."""
+    with service(actor=SERVED) as url:
+        code, _, error = run(f"{url}/status")
+    assert code == 3
+    said = f"there is no GET /status/status here, this is a weightsync rollout service: leave its path out, {url}"
+    assert said in error
+    assert "nor does" not in error
+
+
+def test_a_part_of_ours_that_fails_is_not_said_to_be_gone() -> None:
+    """Its log says why. Seen red: nothing of weightsync was said to run there."""
+
+    def fails() -> None:
+        raise RuntimeError("of the inside")
+
+    app = Api("weightsync rollout service")
+    app.answer("GET", "/status", fails)
+    with contextlib.closing(ServerThread(app)) as server:
+        code, _, error = run(server.start())
+    assert (code, "this server failed at this request, status 500; its log says why" in error) == (3, True), error
+    assert "nor does" not in error
+
+
 def test_a_lease_that_is_over_is_wrong_once_something_was_served() -> None:
     why = LeaseStatus(left_s=0.0, why_none="the controller is gone")
     for model, lease, expected, said in (
