@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
+import math
 import os
 import platform
 import resource
@@ -33,6 +34,7 @@ _FOR_CPUS = "+cpu"
 _BUILT_WITH_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _NEEDED = ("torch", "numba", "xxhash", "zstandard")
 _FEW_FILES = 4096
+_FOR_ANY_MODEL_BYTES = 1e9
 _ASK_S = 10.0
 
 Mark = Literal["ok", "note", "wrong"]
@@ -105,8 +107,7 @@ def _wrong(what: str, found: str, advice: str = "") -> Finding:
 
 def _machine(model_gb: float) -> Iterator[Finding]:
     yield _cpu()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _limit_bytes()
+    total, limit = _total_bytes(), _limit_bytes()
     limited = f", of which this container may use {limit / 1e9:.1f} GB" if limit is not None and limit < total else ""
     yield _ok("memory", f"{total / 1e9:.1f} GB{limited}")
     yield _shm(model_gb)
@@ -134,6 +135,10 @@ def _cpu() -> Finding:
     return _note("CPU", f"{found} without AVX2", "all works, more slowly: the speed table is of CPUs with AVX2")
 
 
+def _total_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _limit_bytes() -> int | None:
     """What the control group allows; None where it allows anything."""
     try:
@@ -150,15 +155,21 @@ def _shm(model_gb: float) -> Finding:
     except OSError as error:
         return _wrong(what, str(error), "publishing needs it: mount a tmpfs there")
     found = f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.1f} GB are free"
-    limit = _limit_bytes()
+    needed = f"a trainer of {model_gb:g} GB keeps two versions there ({2 * model_gb:g} GB), a host one"
     if model_gb and usage.free < 2 * model_gb * 1e9:
         advice = (
-            f"a trainer of {model_gb:g} GB keeps two versions there ({2 * model_gb:g} GB), a host one: enlarge it "
-            "(docker --shm-size, or mount -o remount,size=...), or remove what dead processes left"
+            f"{needed}: enlarge it (docker --shm-size, or mount -o remount,size=...), or remove what dead processes "
+            "left"
         )
         return _wrong(what, found, advice)
-    if limit is not None and usage.total > limit:
-        advice = f"it counts as memory, of which there are {limit / 1e9:.1f} GB: who fills it is killed"
+    memory = min(_limit_bytes() or math.inf, _total_bytes())
+    killed = f"it counts as memory, of which there are {memory / 1e9:.1f} GB: who fills it is killed"
+    if memory < 2 * model_gb * 1e9:
+        return _wrong(what, found, f"{needed}, and {killed}: give it more memory (docker --memory)")
+    if usage.total > memory:
+        return _note(what, found, killed)
+    if not model_gb and usage.total < _FOR_ANY_MODEL_BYTES:
+        advice = "a model has no room there (64 MB is docker's default): enlarge it (docker --shm-size)"
         return _note(what, found, advice)
     return _ok(what, found)
 

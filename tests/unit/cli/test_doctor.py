@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.unit.handles.sglang_kit import write_checkpoint
 from tests.unit.handles.test_probe import without
 from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.cli import app, faces
+from weightsync.cli import doctor as command
 from weightsync.handles.vllm_messages import VllmState
 from weightsync.net.messages import encode
 from weightsync.net.server import Api, ServerSettings, ServerThread
@@ -73,6 +76,32 @@ def test_packages_that_keep_vllm_from_starting(
     monkeypatch.setattr(importlib.metadata, "version", version)
     result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "400", "NO_COLOR": "1"})
     assert ("pip uninstall -y torchvision" in result.output) is wrong, result.output
+
+
+@pytest.mark.parametrize(
+    ("shm_gb", "limit_gb", "model_gb", "mark", "says"),
+    [
+        (64, 20, 16, "wrong", "of which there are 20.0 GB: who fills it is killed: give it more memory"),
+        (200, None, 60, "wrong", "two versions there (120 GB), a host one, and it counts as memory, of which"),
+        (64, 20, 60, "wrong", "enlarge it"),
+        (64, 20, 8, "note", "of which there are 20.0 GB: who fills it is killed"),
+        (64, 80, 16, "ok", ""),
+        (0.064, None, 0, "note", "docker --shm-size"),
+        (0.064, None, 0.01, "ok", ""),
+    ],
+)
+def test_shared_memory_is_held_against_the_memory_that_there_is(
+    shm_gb: float, limit_gb: int | None, model_gb: float, mark: str, says: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A machine of 100 GB. Seen red: a trainer that its container's limit kills was a note, docker's 64 MB were ok."""
+    (tmp_path / "limit").write_text("max" if limit_gb is None else str(limit_gb * 10**9))
+    monkeypatch.setattr(command, "_CGROUP", tmp_path / "limit")
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 10**8}.__getitem__)
+    size = int(shm_gb * 1e9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(size, 0, size))
+    found = command._shm(model_gb)
+    assert (found.mark, says in found.advice) == (mark, True), found
 
 
 def test_a_vllm_that_nobody_will_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
