@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.shared import MAX_S, Token, TrustKey, Verify, told
+from weightsync.cli.shared import MAX_S, Token, TrustKey, Verify, refuse_trust_key, told
 
 
 def export(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(help="A place in a store, s3://bucket/run; or the URL of an agent.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; it is made, and must be empty.", file_okay=False)],
     version: Annotated[int | None, typer.Option(min=0, help="Which version of a store; the newest.")] = None,
@@ -41,6 +42,7 @@ def export(
         from weightsync.cli.checkpoint import check_out, write_checkpoint
         from weightsync.cli.fetch import fetched
 
+        refuse_trust_key(context, (source,))
         check_out(out)
         with fetched(
             source, model_id, token=token, verify=verify or True, trust_key=trust_key, sources=(), transport=None,

@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from weightsync.cli.shared import MAX_S, Token, TrustKey, Verify, announce, sigterm_raises, stop_event, told
+from weightsync.cli.shared import (
+    MAX_S,
+    Token,
+    TrustKey,
+    Verify,
+    announce,
+    refuse_trust_key,
+    sigterm_raises,
+    stop_event,
+    told,
+)
 from weightsync.errors import ConfigError, DeadlineExceededError
 
 
@@ -64,6 +74,7 @@ def agent(
 
 
 def pull(
+    context: typer.Context,
     endpoint: Annotated[str, typer.Argument(help="URL of an agent, or a place in a store: s3://bucket/run.")],
     out: Annotated[Path, typer.Option(help="Folder to write model.safetensors into; it is made.")],
     model_id: Annotated[str | None, typer.Option(help="Which model; the agent's own where not given.")] = None,
@@ -93,6 +104,7 @@ def pull(
 
         if transport not in (None, Transport.TCP, Transport.SHM):
             raise ConfigError(f"--transport is tcp or shm, not {transport!r}; leave it out, and the nearest is taken")
+        refuse_trust_key(context, (endpoint,))
         prepare(out)
         with fetched(
             endpoint, model_id, token=token, verify=verify or True, trust_key=trust_key, sources=source or (),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightsync.cli.shared import Token, TrustKey, Verify, announce, sigterm_raises, stop_event, told
+from weightsync.cli.shared import Token, TrustKey, Verify, announce, refuse_trust_key, sigterm_raises, stop_event, told
 from weightsync.control.web.headline import seconds_text
 from weightsync.errors import ConfigError
 
@@ -31,6 +31,7 @@ _FIRST_S, _LONGEST_S = 30.0, 600.0
 
 
 def serve(
+    context: typer.Context,
     engine: Annotated[
         list[str] | None,
         typer.Option(
@@ -129,6 +130,7 @@ def serve(
                 check_config_id(option, value)
         models = _models(engine or ())
         settings = WeightSyncConfig() if config is None else WeightSyncConfig.load(config)
+        refuse_trust_key(context, source or settings.serve.sources)
         lease = lease or settings.serve.lease
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
         sigterm_raises()  # as Ctrl-C does, while it starts

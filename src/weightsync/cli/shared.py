@@ -56,16 +56,29 @@ def was_given(context: typer.Context, name: str, *, by: Container[str] = _GIVEN)
     return source is not None and source.name in by
 
 
-def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
+def refuse_given(context: typer.Context, names: Iterable[str], why: str, *, by: Container[str] = _GIVEN) -> None:
     """Options that would do nothing are refused, where the user gave one.
 
     Raises:
         ConfigError: it names them, and says `why`.
     """
-    given = [name for name in names if was_given(context, name)]
+    given = [name for name in names if was_given(context, name, by=by)]
     if given:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"{named} would do nothing: {why}, or leave out {named}")
+
+
+def refuse_trust_key(context: typer.Context, sources: Iterable[str]) -> None:
+    """Where none of these is a place in a store. The variable is let pass: it may stand for all that a host runs.
+
+    Raises:
+        ConfigError: --trust-key was given.
+    """
+    from weightsync.objects.urls import is_store_url
+
+    if not any(is_store_url(each) for each in sources):
+        why = "an agent's versions are not signed; name a place in a store, s3://bucket/run"
+        refuse_given(context, ("trust_key",), why, by=("COMMANDLINE",))
 
 
 def sigterm_raises() -> None:

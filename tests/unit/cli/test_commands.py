@@ -27,9 +27,11 @@ from tests.unit.handles.vllm_kit import VllmStandIn
 from weightsync.cli import app, doctor, serve
 from weightsync.clients.controller import ControllerClient
 from weightsync.control.methods.folder import VersionFolder
+from weightsync.errors import ConfigError
 from weightsync.memory import folder
 from weightsync.net.server import Api, ServerThread
 from weightsync.types import Version
+from weightsync.verbs import serving
 
 ENV = {"TERM": "dumb", "NO_COLOR": "1", "COLUMNS": "400", "WEIGHTSYNC_TOKEN": ""}
 COMMANDS = (
@@ -106,6 +108,30 @@ def test_a_service_advertises_a_url(advertise: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(serve, "_watch", lambda *_: None)
     code, text = run("serve", "--engine", "a=weightsync+http://127.0.0.1:9", "--port", 0, "--advertise", advertise)
     assert (code, "ConfigError: advertise's URL" in text) == (2, True), text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pull http://127.0.0.1:9 --out OUT",
+        "export http://127.0.0.1:9 OUT",
+        "serve --engine a=weightsync+http://127.0.0.1:9 --from http://127.0.0.1:9",
+        "serve --engine a=weightsync+http://127.0.0.1:9",
+    ],
+)
+def test_a_key_for_what_is_not_signed_is_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it was not opened, and what an agent has was taken from anybody. By the variable it may stand for all
+    that a host runs."""
+
+    def begins(*_: object, **__: object) -> None:
+        raise ConfigError("it begins")
+
+    monkeypatch.setattr(serving, "serve", begins)
+    named = words.replace("OUT", str(tmp_path / "out")).split()
+    code, text = run(*named, "--trust-key", "no-such-file")
+    assert (code, "--trust-key would do nothing: an agent's versions are not signed" in text) == (2, True), text
+    monkeypatch.setenv("WEIGHTSYNC_TRUST_KEY", "no-such-file")
+    assert "would do nothing" not in run(*named)[1]
 
 
 def test_an_example_needs_no_configuration() -> None:
