@@ -123,7 +123,12 @@ class JsonClient:
         with self._typed(deadline, path), self._connected(deadline) as timed:
             connection = http.client.HTTPConnection(self._host, self._port)
             connection.sock = timed
-            answer = answer_to(connection, method, self._prefix + path, content, sent)
+            try:
+                answer = answer_to(connection, method, self._prefix + path, content, sent)
+            except ConnectionError as error:  # as of a TLS server that is not spoken to by TLS
+                if self._tls is None:
+                    error.add_note("or does it speak https?")
+                raise
             if timed.at_end:
                 raise http.client.RemoteDisconnected("its headers were cut off")
             body = self._read(answer, path, reply_limit(answer.status, limit_bytes), advice)

@@ -85,7 +85,8 @@ def broken_exchange(
     if late or deadline.expired:
         return DeadlineExceededError(f"{url} did not answer {what} within {deadline.said}", peer=peer)
     where = f"the connection to {url} broke during" if broke else f"{url} could not be asked for"
-    return EngineUnreachableError(f"{where} {what}: {type(error).__name__}: {error}", peer=peer)
+    why = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return EngineUnreachableError(f"{where} {what}: {why}", peer=peer)
 
 
 def answered_error(status: int, body: bytes, what: str, *, url: str, peer: str, runs: str) -> WeightSyncError:

@@ -19,10 +19,13 @@ import httpx
 import psutil
 import pytest
 
+from weightsync.errors import EngineUnreachableError
 from weightsync.net import protocol as protocol_module
+from weightsync.net.client import JsonClient
 from weightsync.net.door import counted_as
 from weightsync.net.log import OneAWhile
 from weightsync.net.server import Api, ServerSettings, ServerThread, TlsFiles
+from weightsync.types import Deadline
 
 TOKEN = "0123456789abcdef"
 DESCRIPTORS = 200
@@ -230,6 +233,17 @@ def test_handshakes_that_stall_or_are_none_shut_nobody_out(tmp_path: Path, tls: 
         assert len(served.lines()) < 10, served.lines()[:20]
     finally:
         served.close()
+
+
+@pytest.mark.parametrize("size", [0, 4 << 20])
+def test_http_where_tls_is_spoken_is_told_the_cure(tls: TlsFiles, size: int) -> None:
+    """Seen red: RemoteDisconnected, or a broken pipe, and no word of https."""
+    server = ServerThread(Api("a part of weightsync"), ServerSettings(tls=tls))
+    with contextlib.closing(server):
+        url = server.start().replace("https", "http", 1)
+        with contextlib.closing(JsonClient(url, runs="it")) as client, pytest.raises(EngineUnreachableError) as caught:
+            client.answer("POST", "/healthz", content=bytes(size), deadline=Deadline(10.0))
+    assert str(caught.value).endswith("; or does it speak https?"), caught.value
 
 
 def test_a_connection_without_a_request_is_cut_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
