@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from weightsync.config import FleetConfig, WeightSyncConfig
 from weightsync.control.controller import WeightSyncController
@@ -15,6 +16,7 @@ from weightsync.control.methods.select import method_of
 from weightsync.control.push_orders import PushOrders
 from weightsync.control.server import ControllerServer
 from weightsync.errors import ConfigError
+from weightsync.net.routes import ANY_ADDRESS
 from weightsync.net.server import TlsFiles
 from weightsync.types import Version
 from weightsync.types.closing import Closing
@@ -92,6 +94,8 @@ def build_controller(
 
 def waits_for(config: WeightSyncConfig, url: str) -> str:
     """Who has to come to a controller at `url` before anything is synced, in words."""
+    if (parts := urlsplit(url)).hostname in ANY_ADDRESS:  # on another machine it would be that machine's own
+        url = f"{parts.scheme}://THIS-HOST:{parts.port}"
     match config.sync_method:
         case "push":
             engines = "" if config.push.engines else "; their file has to name push.engines, which this one does not"

@@ -168,6 +168,13 @@ def test_a_controller_says_what_it_waits_for(config: dict[str, Any], words: str)
     assert re.search(words, waits_for(WeightSyncConfig.load(config), "http://c"))
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_nobody_is_told_to_call_an_address_that_is_each_machine_s_own(host: str) -> None:
+    """Seen red: serve --controller http://0.0.0.0:8700, which works on the controller's machine alone."""
+    said = waits_for(WeightSyncConfig.load({"sync_method": "pull"}), f"https://{host}:8700")
+    assert (said.count("https://THIS-HOST:8700"), host in said) == (2, False), said
+
+
 def test_a_controller_with_its_server_is_closed_as_one() -> None:
     with build_controller(
         {"sync_method": "mock", "sync_mode": "sync", "fleet": {"models": ["a", "b"], "port": 0}}
