@@ -76,6 +76,7 @@ def trainers_main(models: Sequence[str], options: dict[str, Any], conn: Any) -> 
     """Publishes models, as told."""
     torch.set_num_threads(1)
     managers: dict[str, WeightManager] = {}
+    num_elements = options.pop("num_elements", _NUM_ELEMENTS)
 
     def begin(run_id: str, port: int) -> dict[str, str]:
         for manager in managers.values():
@@ -86,7 +87,7 @@ def trainers_main(models: Sequence[str], options: dict[str, Any], conn: Any) -> 
         return {model: manager.endpoint for model, manager in managers.items()}
 
     def publish(model: str, version: int, value: float | None = None) -> bool:
-        tensor = torch.full((_NUM_ELEMENTS,), float(version) if value is None else value)
+        tensor = torch.full((num_elements,), float(version) if value is None else value)
         report = managers[model].offload({"weight": tensor}.items(), version)
         if report.published:
             managers[model].wait_published(version, timeout_s=50.0)
@@ -96,7 +97,7 @@ def trainers_main(models: Sequence[str], options: dict[str, Any], conn: Any) -> 
 
 
 class Trainers(Actor):
-    """A process that trains several models."""
+    """A process that trains several models. With another `num_elements` no service can load them."""
 
     def __init__(
         self, start: Callable[..., Child], run_id: str | None = "r1", models: Sequence[str] = MODELS, **options: Any

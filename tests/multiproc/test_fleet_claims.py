@@ -139,3 +139,19 @@ def test_a_run_that_nobody_has_takes_over_from_none(start: Start, fleet: Fleet, 
     fleet.client.notify_version("another-run", "actor", 7, trainers.endpoints["actor"])
     wait_until(lambda: fleet.client.status().models["actor"].overdue, "its agent has denied it", SOON_S)
     served(fleet, trainers, 2)
+
+
+def test_a_second_trainer_whose_model_nobody_can_load_leaves_the_first_one_as_it_was(
+    start: Start, fleet: Fleet, tmp_path: Path
+) -> None:
+    """Seen red: every service refused the first trainer's versions for good, "run actor-r1 was taken over"."""
+    first = Trainers(start, models=("actor",))
+    FleetService(start, "one", fleet.server_url, tmp_path, models=("actor",))
+    fleet.wait_states({"one": "live"})
+    served(fleet, first, 1)
+    second = Trainers(start, "r2", models=("actor",), num_elements=7)
+    second.publish("actor", 1)
+    told(fleet, second, 1)
+    wait_until(lambda: fleet.client.status().models["actor"].overdue, "nobody can load it", 2 * SOON_S)
+    served(fleet, first, 2)
+    served(fleet, first, 3)

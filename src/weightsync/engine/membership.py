@@ -1,4 +1,5 @@
-"""Membership: which transfer group a worker is in, and for which run. Runs that were taken over from stay over."""
+"""Membership: which transfer group a worker is in, and for which run. Runs that were taken over from stay over, but
+where a fleet goes back to one."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class Membership:
         """Raises InvalidRequestError for another model, VersionError for a run that is over."""
         if self.model_id not in (None, request.model_id):
             raise InvalidRequestError(f"this engine serves model {self.model_id!r}, not {request.model_id!r}")
-        if request.run_id in self._superseded:
+        if request.run_id in self._superseded and not request.returns:
             raise VersionError(
                 f"run {request.run_id} was taken over by {self._trainer and self._trainer[0]}; start a new run"
             )
@@ -73,6 +74,7 @@ class Membership:
         self.group = self._joined = request.info.group_name
         if request.run_id.startswith(CHECK_RUN):
             return
+        self._superseded.pop(request.run_id, None)
         if self._trainer is not None and self._trainer[0] != request.run_id:
             self._superseded[self._trainer[0]] = None
             while len(self._superseded) > _MAX_SUPERSEDED:

@@ -68,6 +68,7 @@ class Claim:
             life of its trainer.
         there_s: since when its agent is known to have it, or a newer one of its run; None: it is not known to.
         error: why it will not be served.
+        returns: its run is over, and its fleet brings it back, see `RunsOver`; false again when any run takes over.
     """
 
     number: int
@@ -80,6 +81,7 @@ class Claim:
     checked: bool = True
     there_s: float | None = None
     error: WeightSyncError | None = None
+    returns: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -170,6 +172,16 @@ class AgentState:
         """Whether somebody has said so, and it may be true."""
         doubted = self.doubted is not None and self.doubted.run_id == run_id
         return doubted or self.told_of(run_id) > 0
+
+    def is_to_bring_back(self, run_id: str) -> bool:
+        """Whether a fleet has said so of a run that is over."""
+        return any(claim.returns and claim.version.run_id == run_id for claim in self.claims)
+
+    def turn(self) -> None:
+        """Another run takes over."""
+        self.broken = False
+        for claim in self.claims:
+            claim.returns = False
 
     @property
     def lacking(self) -> tuple[Version, ...]:

@@ -169,7 +169,7 @@ class EngineUpdate:
         Raises:
             WeightSyncError: typed; the engine serves its old version, or refuses to serve.
         """
-        reply = self._ready(pulled, deadline)
+        reply = self._ready(pulled, deadline, of_fleet=hold is not None)
         patch = patch_that_fits(pulled, reply)
         may_pause = _once(self._recorder, deadline, hold)
         if not isinstance(patch, str):
@@ -190,7 +190,7 @@ class EngineUpdate:
                         name="fallback", start_s=at_s, end_s=at_s, track=self._recorder.track, detail=patch[:_DETAIL]
                     )
                 )
-            self._ready(pulled, deadline)
+            self._ready(pulled, deadline, of_fleet=hold is not None)
         session = self._session(pulled.version, deadline, may_pause)
         chunks = enumerate(self._chunks_of(pulled))
         report = self._update(
@@ -208,11 +208,20 @@ class EngineUpdate:
             may_pause=may_pause,
         )
 
-    def _ready(self, pulled: StagedVersion, deadline: Deadline) -> EngineReply:
-        """What the engine says of itself; after this it is in our group."""
+    def _ready(self, pulled: StagedVersion, deadline: Deadline, *, of_fleet: bool) -> EngineReply:
+        """What the engine says of itself; after this it is in our group. `of_fleet`: see `RunsOver`."""
         reply = self.describe(timeout_s=min(_DESCRIBE_S, deadline.check("time to ask the engine")))
         self._recorder.extend(reply.phases)
         self.takes_patches = "patch" in reply.accepts
+        try:
+            self._join(pulled, reply, deadline)
+        except VersionError:  # the engine knows another run as the newer one
+            if not of_fleet:
+                raise
+            self._join(pulled, reply, deadline, returns=True)
+        return reply
+
+    def _join(self, pulled: StagedVersion, reply: EngineReply, deadline: Deadline, *, returns: bool = False) -> None:
         with own_words():
             check_takes(pulled.manifest, {self.engine_id: reply})
             self._group.join(
@@ -221,8 +230,8 @@ class EngineUpdate:
                 run_id=pulled.version.run_id,
                 deadline=deadline,
                 artifact=pulled.manifest.artifact,
+                returns=returns,
             )
-        return reply
 
     def _update(
         self,

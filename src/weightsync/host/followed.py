@@ -12,14 +12,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 
-from weightsync.errors import NotPublishedError, TransferAbortedError, VersionError
+from weightsync.errors import NotPublishedError, VersionError
 from weightsync.host.adoption import ANOTHER_INCARNATION, Adoption, Verdict, published_anew
 from weightsync.host.agent_state import OVERDUE_S, TURNS, AgentState, Ask, Claim, Target, is_in, lowest, nobody_has
+from weightsync.host.runs_over import RunsOver
 from weightsync.objects.urls import is_store_url
 from weightsync.types import Version
 from weightsync.types.transfer_messages import AgentVersion
 
-_MAX_RUNS_OVER = 1000
 _MAX_OTHERS = 8
 
 _logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class FollowedRun:
         timeout_s: how long a claim waits for its agent's word.
         poll_s: agents are asked for ever, and after so long where they don't let a request wait. None: until each has
             named a version, and then where there is a reason.
+        of_fleet: see `RunsOver`.
 
     Attributes:
         agents: by endpoint: those that may be called.
@@ -57,6 +58,7 @@ class FollowedRun:
         patience_s: float,
         timeout_s: float,
         poll_s: float | None,
+        of_fleet: bool = False,
     ) -> None:
         self._model_id = model_id
         self._clock = clock
@@ -75,7 +77,7 @@ class FollowedRun:
         self._incarnation: str | None = None
         self._heard: str | None = None  # the life of the followed run that answered last
         self._adoption: Adoption | None = None
-        self._runs_over: dict[str, str] = {}
+        self._runs_over = RunsOver(of_fleet=of_fleet)
 
     # --- what it is told ---
 
@@ -97,7 +99,8 @@ class FollowedRun:
         Raises:
             TransferAbortedError: another run took over from that one.
         """
-        self._check_run(version)
+        if not (returns := self._runs_over.may_return(version.run_id)):
+            self._runs_over.check(version)
         self.count += 1
         now_s = self._clock()
         brought = version.run_id == self.run_id and version.number <= self._pulled
@@ -105,7 +108,7 @@ class FollowedRun:
             number=self.count, version=version, endpoint=endpoint, began_s=now_s,
             grace_s=self._patience_s if grace_s is None else min(grace_s, self._patience_s),
             until_s=now_s + self._timeout_s, is_told=grace_s is not None, checked=not brought,
-            there_s=now_s if brought else None,
+            there_s=now_s if brought else None, returns=returns,
         )  # fmt: skip
         self.agents[endpoint].add(made)
         self.wake(endpoint)
@@ -122,9 +125,10 @@ class FollowedRun:
         for agent in self.agents.values():
             agent.forget(self._clock(), version)
 
-    def loaded(self) -> None:
-        """Every engine serves what was pulled last."""
+    def loaded(self, version: Version) -> None:
+        """Every engine serves what was pulled last: that version."""
         self._loaded, self.is_anew = True, self._anew_since
+        self._runs_over.loaded |= self.follows(version)
 
     def adopted(self, adoption: Adoption, endpoint: str | None = None) -> None:
         """Engines serve it already; where nothing is followed yet, that run is, from this agent, or the first to name
@@ -133,6 +137,7 @@ class FollowedRun:
             self._adoption = adoption
             if endpoint is not None:
                 self._follow(adoption.version.run_id, endpoint)
+        self._runs_over.loaded |= self.follows(adoption.version)
 
     def struggles(self, endpoint: str) -> None:
         """A pull from an agent does not get on: has it gone? It is asked, once a second at most."""
@@ -235,7 +240,8 @@ class FollowedRun:
         """
         if claim.error is not None:
             raise claim.error.with_traceback(None)
-        self._check_run(claim.version)
+        if not claim.returns:
+            self._runs_over.check(claim.version)
 
     def nobody_has(self, wanted: Target, *, since_s: float) -> NotPublishedError | None:
         """See `agent_state.nobody_has`."""
@@ -309,7 +315,8 @@ class FollowedRun:
 
     def _take_up(self, endpoint: str, agent: AgentState, before: Version | None, newest: Version) -> None:
         """Whose word is it: a run that takes over was claimed of this agent, or comes after the one that it had."""
-        if newest.run_id == self.run_id or newest.run_id in self._runs_over:
+        over = newest.run_id in self._runs_over and not agent.is_to_bring_back(newest.run_id)
+        if newest.run_id == self.run_id or over:
             return
         if self.run_id is None:
             self._follow(newest.run_id, endpoint)
@@ -319,11 +326,9 @@ class FollowedRun:
         if not had and not agent.is_said_to_have(newest.run_id):
             return
         _logger.info("model %s: run %s takes over from %s", self._model_id, newest.run_id, self.run_id)
-        self._runs_over[self.run_id] = newest.run_id
-        while len(self._runs_over) > _MAX_RUNS_OVER:
-            del self._runs_over[next(iter(self._runs_over))]
+        self._runs_over.take_over(self.run_id, newest.run_id)
         for each in self.agents.values():
-            each.broken = False
+            each.turn()
         self._pulled, self._loaded, self.is_anew, self._anew_since = -1, True, False, False
         self._incarnation, self._adoption = None, None
         self._follow(newest.run_id, endpoint)
@@ -388,17 +393,13 @@ class FollowedRun:
             self._pulled, self._incarnation, self._adoption = -1, None, None
             self._settle(None)
 
-    def _check_run(self, version: Version) -> None:
-        if (by := self._runs_over.get(version.run_id)) is not None:
-            raise TransferAbortedError(f"run {version.run_id} was taken over by {by}", version=str(version))
-
     def _forget(self, agent: AgentState) -> None:
         """What is settled, and claims whose time is over."""
         now_s = self._clock()
         for claim in agent.claims:
             if claim.is_open and now_s >= claim.until_s:
                 self._give_up(agent, claim)
-        agent.claims = [claim for claim in agent.claims if claim.version.run_id not in self._runs_over]
+        agent.claims = [claim for claim in agent.claims if claim.returns or claim.version.run_id not in self._runs_over]
         agent.forget(now_s)
 
     def _give_up(self, agent: AgentState, claim: Claim) -> None:

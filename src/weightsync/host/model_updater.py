@@ -95,8 +95,8 @@ class ModelUpdater:
             changed=self._tell_listeners, gate=self._gate, leased=config.lease is not None,
         )  # fmt: skip
         self._followed = FollowedRun(
-            model_id, clock=CLOCK, settle=self.engines.settle, taken_over=self._taken_over,
-            patience_s=config.patience_s, timeout_s=config.pull_timeout_s, poll_s=config.poll_s,
+            model_id, clock=CLOCK, settle=self.engines.settle, taken_over=self._taken_over, poll_s=config.poll_s,
+            patience_s=config.patience_s, timeout_s=config.pull_timeout_s, of_fleet=self._gate is not None,
         )  # fmt: skip
         self._upstream = Upstream(
             model_id, self._followed, self._changed, connect=self.agent_at, on_answer=self._tell_listeners, clock=CLOCK
@@ -435,7 +435,7 @@ class ModelUpdater:
     def _served(self, pulled: StagedVersion, loaded: GroupReport, began_s: float, loading_s: float) -> None:
         """Every engine has it."""
         with self._changed:
-            self._followed.loaded()
+            self._followed.loaded(pulled.version)
         version, done_s = pulled.version, now_s()
         pull_s, load_s = loading_s - began_s, max(0.0, done_s - loading_s - loaded.held_s)
         tell_served(self.model_id, self._metrics, pulled, loaded, pull_s=pull_s, load_s=load_s)

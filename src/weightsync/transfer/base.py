@@ -256,12 +256,14 @@ def init_requests(
     run_id: str,
     model_id: str,
     artifact: ArtifactKind = "model",
+    returns: bool = False,
 ) -> dict[str, InitRequest]:
     """One init request an engine, with rank offsets from the world sizes that engines report.
 
     Args:
         world_sizes: in the order of the ranks: the first engine's workers come right after rank 0.
         artifact: what will come.
+        returns: see `InitRequest`.
     """
     requests: dict[str, InitRequest] = {}
     rank = 1
@@ -272,6 +274,7 @@ def init_requests(
             info=info,  # type: ignore[arg-type]
             rank_offset=rank,
             artifact=artifact,
+            returns=returns,
         )
         rank += world_size
     return requests

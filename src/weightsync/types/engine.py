@@ -55,6 +55,7 @@ class InitRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
         info: made by `WeightTransferStrategy.create_init_info` on training rank 0.
         rank_offset: rank of the engine's first worker in the group (1 + the workers of engines before it).
         artifact: what will come: see `Manifest`.
+        returns: the run is taken though another one took over from it: a fleet goes back to it.
     """
 
     run_id: str
@@ -62,6 +63,7 @@ class InitRequest(Message, frozen=True, kw_only=True, omit_defaults=True):
     info: AnyInitInfo
     rank_offset: int
     artifact: ArtifactKind = "model"
+    returns: bool = False
 
     def __post_init__(self) -> None:
         members = self.info.world_size if isinstance(self.info, TorchDistributedWeightSyncInitInfo) else MAX_WORLD_SIZE

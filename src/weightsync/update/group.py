@@ -45,6 +45,7 @@ class TransferGroup:
         run_id: str,
         deadline: Deadline,
         artifact: ArtifactKind = "model",
+        returns: bool = False,
     ) -> None:
         """Sees to it that just these engines are in it, for this run, with a sender that can be used.
 
@@ -54,9 +55,11 @@ class TransferGroup:
             run_id: of the trainer; from here on the engines' current one.
             deadline: of the update.
             artifact: what will come.
+            returns: see `InitRequest`.
 
         Raises:
             GroupJoinError: an engine did not join.
+            VersionError: another run took over from that one in an engine.
             WeightSyncError: it says why it did not. There is no group then.
         """
         same = self._members == tuple(replies) and self._run_id == run_id
@@ -68,7 +71,9 @@ class TransferGroup:
             limit = Deadline(min(self._join_timeout_s + 1.0, deadline.check("time to build the group")))
             sizes = {who: reply.world_size for who, reply in replies.items()}
             info, token = self._strategy.create_init_info(sizes)
-            requests = init_requests(info, sizes, run_id=run_id, model_id=self._model_id, artifact=artifact)
+            requests = init_requests(
+                info, sizes, run_id=run_id, model_id=self._model_id, artifact=artifact, returns=returns
+            )
             joining = client.init(requests, timeout_s=limit.check("time to build the group"))
             try:
                 sender = self._strategy.create_sender(info, token, joined=joining, record=self._recorder.add)

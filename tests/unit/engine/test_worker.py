@@ -532,6 +532,19 @@ def test_a_trainer_that_says_that_it_ends_is_none_any_more_and_may_come_again() 
     assert (bench.worker.describe().run_id, bench.worker.describe().group) == ("newer", "g")
 
 
+def test_a_fleet_goes_back_to_a_run_that_another_one_took_over_from() -> None:
+    bench = Bench()
+    for run_id in (RUN, "newer"):
+        bench.worker.init(init(run_id))
+    with pytest.raises(VersionError, match=f"{RUN} was taken over by newer"):
+        bench.worker.init(init())
+    bench.worker.init(msgspec.structs.replace(init(), returns=True))
+    bench.worker.init(init(group="again"))
+    bench.sync(5)
+    with pytest.raises(VersionError, match=f"newer was taken over by {RUN}"):
+        bench.worker.init(init("newer"))
+
+
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_check_takes_no_trainers_place(ended: bool) -> None:
     bench = Bench()

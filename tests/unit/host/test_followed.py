@@ -40,14 +40,14 @@ def says(
 class Model:
     """A FollowedRun, one engine, and a clock."""
 
-    def __init__(self, *endpoints: str, poll_s: float | None = None) -> None:
+    def __init__(self, *endpoints: str, poll_s: float | None = None, of_fleet: bool = False) -> None:
         self.now_s = 1000.0
         self.served: dict[str, Version | None] = {"e": None}
         self.settled: list[str | None] = []
         self.num_takeovers = 0
         self.run = FollowedRun(
             "m", clock=lambda: self.now_s, settle=self.settled.append, taken_over=self._took_over,
-            patience_s=PATIENCE_S, timeout_s=TIMEOUT_S, poll_s=poll_s,
+            patience_s=PATIENCE_S, timeout_s=TIMEOUT_S, poll_s=poll_s, of_fleet=of_fleet,
         )  # fmt: skip
         for endpoint in endpoints:
             self.run.know(endpoint)
@@ -81,12 +81,12 @@ class Model:
         assert found is not None
         self.run.pulled(found.endpoint, found.version, life)
         self.served = dict.fromkeys(self.served, found.version)
-        self.run.loaded()
+        self.run.loaded(found.version)
 
 
-def following(*endpoints: str, number: int = 3, poll_s: float | None = None) -> Model:
+def following(*endpoints: str, number: int = 3, poll_s: float | None = None, of_fleet: bool = False) -> Model:
     """It serves what the first agent has; the others have it too."""
-    model = Model(*endpoints, poll_s=poll_s)
+    model = Model(*endpoints, poll_s=poll_s, of_fleet=of_fleet)
     for endpoint in endpoints:
         model.hears(says(number), endpoint)
     model.pulls()
@@ -321,6 +321,68 @@ def test_an_old_run_never_takes_over_again() -> None:
     model.hears(says(4, "r"), ONE, in_s=1.0)
     model.hears(says(5, "r"), TWO, in_s=1.0)
     assert (model.run.run_id, model.target) == ("next", None)
+
+
+def test_a_fleet_goes_back_to_the_run_before_one_of_which_nothing_was_ever_loaded() -> None:
+    """Seen red: "run r was taken over by next" for good, where the trainer of `next` had died and r trained on."""
+    model = following(ONE, TWO, of_fleet=True)
+    stale = model.claims(4, "r")
+    model.claims(1, "next", at=TWO)
+    model.hears(says(1, "next"), TWO)
+    with pytest.raises(TransferAbortedError, match="taken over by next"):
+        model.run.check(stale)
+    model.run.wake(ONE)
+    model.hears(says(4), ONE, in_s=1.0)
+    assert model.run.run_id == "next", "its agent's word alone brings no run back"
+    claim = model.claims(5)
+    model.run.check(claim)
+    model.hears(says(5), ONE, in_s=1.0)
+    model.run.check(claim)
+    assert (model.target, model.num_takeovers) == (("r", 5, ONE), 2)
+    model.run.wake(TWO)
+    model.hears(None, TWO, in_s=1.0)
+    assert not model.run.errors, "the other one is over now"
+    model.pulls()
+    model.claims(2, "next", at=TWO)
+    model.hears(says(2, "next"), TWO, in_s=1.0)
+    assert model.target == ("next", 2, TWO), "the controller has tried it again, and nothing of it was refused for good"
+
+
+def test_a_fleet_goes_back_behind_any_number_of_runs_that_nobody_could_load() -> None:
+    model = following(ONE, TWO, of_fleet=True)
+    for name in ("a", "b"):
+        model.claims(1, name, at=TWO)
+        model.hears(says(1, name), TWO, in_s=1.0)
+    back = model.claims(4)
+    model.claims(1, "c", at=TWO)
+    model.hears(says(1, "c"), TWO, in_s=1.0)
+    with pytest.raises(TransferAbortedError, match="run r was taken over by a"):
+        model.run.check(back)
+    model.hears(says(4), ONE, in_s=1.0)
+    assert model.run.run_id == "c", "that word was from before"
+    model.claims(5)
+    model.hears(says(5), ONE, in_s=1.0)
+    assert model.target == ("r", 5, ONE)
+
+
+@pytest.mark.parametrize("of_fleet", [False, True])
+def test_a_run_that_was_served_is_never_left_for_an_old_one(of_fleet: bool) -> None:
+    model = following(ONE, TWO, of_fleet=of_fleet)
+    model.claims(1, "next", at=TWO)
+    model.hears(says(1, "next"), TWO)
+    if of_fleet:
+        model.pulls()
+    with pytest.raises(TransferAbortedError, match="taken over by next"):
+        model.claims(4, "r")
+
+
+def test_what_was_taken_over_from_engines_was_served() -> None:
+    model = following(ONE, TWO, of_fleet=True)
+    model.claims(1, "next", at=TWO)
+    model.hears(says(1, "next"), TWO)
+    model.run.adopted(Adoption(version=v(1, "next"), digest="d", sure=True), TWO)
+    with pytest.raises(TransferAbortedError, match="taken over by next"):
+        model.claims(4, "r")
 
 
 def test_runs_that_are_over_are_bounded() -> None:
@@ -584,7 +646,7 @@ def test_another_life_is_no_success_below_what_was_brought_and_is_pulled_above_i
     model.run.wake(ONE)
     model.hears(says(6, life="two"), in_s=1.0)
     assert model.run.is_anew, "engines serve the life before until they are loaded"
-    model.run.loaded()
+    model.run.loaded(v(6))
     assert not model.run.is_anew
 
 
@@ -598,7 +660,7 @@ def test_another_life_that_is_noticed_during_a_load_is_not_forgotten_with_it(dur
     model.hears(says(5, life="three"), in_s=1.0)
     if during == "the pull":
         model.run.pulled(ONE, v(7), "two")
-    model.run.loaded()
+    model.run.loaded(v(7))
     assert model.run.is_anew
     model.hears(says(7, life="two"), in_s=1.0)
     assert not model.run.is_anew
