@@ -34,8 +34,8 @@ of them would share the link, and each would be late where it could be relayed a
 _PACES, _MOST_IN_FLIGHT_FAST = 3.0, 256
 """Over a fast link as many as come in so many paces of reports, at most so many."""
 _GONE_S, _SILENT_S = 45.0, 2.5
-"""A host that has not been heard of for so long is not named any more; who fetches and says nothing for so long has no
-claim any more."""
+"""A host that has not been heard of for so long is not named any more, nor counted; who fetches and says nothing for
+so long has no claim any more."""
 _CLAIM_S, _CLAIM_TIMES = 2.0, 8.0
 """A block that was to be taken from the agent may take so long, or so many times as long as they usually take."""
 _FASTEST_S, _SLOWEST_S = 0.01, 0.1
@@ -162,7 +162,7 @@ class RelayBoard:
             content.claims[block] = (report.receiver_id, now_s)
             taken.append(block)
         host.told = self._held_by_others(content, report.receiver_id)
-        num_hosts = sum(each.fetches for each in content.hosts.values())
+        num_hosts = self._num_fetching(content)
         pace_s = self._pace_s(content)
         return RelayAnswer(
             keys=keys,
@@ -211,6 +211,11 @@ class RelayBoard:
                 content.block_s = each_s if before is None else 0.9 * before + 0.1 * each_s
             content.done_s = now_s
 
+    def _num_fetching(self, content: _Content) -> int:
+        """Of those that were heard of lately: one that was killed never says that it is not at work any more."""
+        now_s = self._clock()
+        return sum(each.fetches and now_s - each.seen_s < _GONE_S for each in content.hosts.values())
+
     @staticmethod
     def _pace_s(content: _Content) -> float:
         return min(_SLOWEST_S, max(_FASTEST_S, content.size_bytes / _PACE_BYTES_S))
@@ -230,7 +235,7 @@ class RelayBoard:
     def _takes(self, content: _Content, report: RelayReport, host: _Host) -> Iterator[int]:
         """Blocks that this host may take from the agent: those that nobody has and nobody takes; each host begins at
         another place."""
-        num_fetching = max(1, sum(each.fetches for each in content.hosts.values()))
+        num_fetching = max(1, self._num_fetching(content))
         mine = sum(who == report.receiver_id for who, _ in content.claims.values())
         stuck = have_of(report.stuck, content.num_blocks)
         room = report.want  # of a host alone: it knows how fast it is

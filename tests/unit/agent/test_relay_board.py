@@ -128,6 +128,16 @@ def test_who_is_gone_is_not_named() -> None:
     assert len(answer.take) == 12
 
 
+def test_hosts_that_were_killed_in_a_fetch_take_nothing_from_one_that_lives() -> None:
+    """Seen red: one block at a time, and the more of them had died, the more seldom; for as long as it was granted."""
+    talk = Talk()
+    for number in range(40):
+        talk.say("x" * (number + 2))
+    talk.clock.now_s += relay_board._GONE_S + 1
+    answer = talk.say("a")
+    assert (len(answer.take), answer.again_s) == (12, talk.board._pace_s(talk.board._contents[CONTENT]))
+
+
 def test_what_is_withdrawn_is_not_named() -> None:
     talk = Talk()
     talk.say("a", range(NUM), fetches=False)
