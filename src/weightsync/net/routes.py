@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import socket
 import struct
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +20,12 @@ ANY_ADDRESS = ("", "0.0.0.0", "::")
 _ANY_PORT = 9
 _MOMENT_S = 0.001
 _SIOCGIFADDR = 0x8915
+_SEEN_S = 30.0
+"""So long it is believed how another machine sees this one: either may move."""
+_MAX_SEEN = 64
+CLOCK = time.monotonic
+_seen: dict[tuple[str, int], tuple[float, str | None]] = {}
+"""By the other's name and the family: when it was asked, and the address."""
 
 
 Places = Sequence[tuple[Any, ...]]
@@ -129,12 +135,28 @@ def url_towards(url: str, caller: str, *, instead: str) -> str:
     return parts._replace(netloc=f"{f'[{own}]' if ':' in own else own}:{parts.port}").geturl()
 
 
-@functools.lru_cache(maxsize=64)  # not of what was raised
 def _seen_by(host: str, family: int) -> str | None:
-    """The address of this machine that `host` sees; None where it is this machine."""
-    own = own_address_towards(host, family=family)
-    there = {str(place[0]) for *_, place in socket.getaddrinfo(host, None, family=family)}
-    return None if is_loopback(own) or own in there else own
+    """The address of this machine that `host` sees; None where it is this machine. What was known stays where that
+    can't be told now.
+
+    Raises:
+        OSError: it was never known.
+    """
+    known, now_s = _seen.get((host, family)), CLOCK()
+    if known is not None and now_s - known[0] < _SEEN_S:
+        return known[1]
+    try:
+        own = own_address_towards(host, family=family)
+        there = {str(place[0]) for *_, place in socket.getaddrinfo(host, None, family=family)}
+    except OSError:
+        if known is None:
+            raise
+        return known[1]
+    if len(_seen) >= _MAX_SEEN:
+        _seen.clear()
+    seen = None if is_loopback(own) or own in there else own
+    _seen[host, family] = now_s, seen
+    return seen
 
 
 def interface_towards(host: str) -> str | None:

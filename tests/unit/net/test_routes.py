@@ -84,12 +84,33 @@ def test_another_machine_is_told_a_url_that_it_reaches(
 
     monkeypatch.setattr(socket, "getaddrinfo", known)
     monkeypatch.setattr(routes, "own_address_towards", own)
-    routes._seen_by.cache_clear()
+    monkeypatch.setattr(routes, "_seen", {})
     if told is not None:
         assert url_towards(url, caller, instead="say --host") == told
     else:
         with pytest.raises(ConfigError, match=r"can.t reach http://127\.0\.0\.1:9000: say --host"):
             url_towards(url, caller, instead="say --host")
+
+
+def test_another_machine_that_moves_is_told_where_this_one_is_seen_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: a controller that had been on this machine was told http://0.0.0.0:9000 on another one, too, and an
+    address that this machine had no more, until the service was started again."""
+    look_up, now_s, at = socket.getaddrinfo, 1000.0, ["there", "here"]
+
+    def known(host: str, *asked: Any, **more: Any) -> Any:
+        if not at[0]:
+            raise socket.gaierror("no name server answers")
+        return look_up(at[0], *asked, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", known)
+    monkeypatch.setattr(routes, "own_address_towards", lambda host, *, family=0: known(host, None) and at[1])
+    monkeypatch.setattr(routes, "CLOCK", lambda: now_s, raising=False)
+    monkeypatch.setattr(routes, "_seen", {}, raising=False)
+    told = []
+    for at[:] in (("10.1.2.3", "10.1.2.3"), ("10.1.2.4", "10.1.2.3"), ("10.1.2.4", "10.1.2.9"), ("", "10.1.2.9")):
+        now_s += 31.0
+        told.append(url_towards("http://0.0.0.0:9000", "http://there:8700", instead=""))
+    assert told == ["http://0.0.0.0:9000", "http://10.1.2.3:9000", "http://10.1.2.9:9000", "http://10.1.2.9:9000"]
 
 
 @pytest.mark.parametrize(
