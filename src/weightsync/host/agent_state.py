@@ -107,6 +107,7 @@ class AgentState:
 
     Attributes:
         newest: the last version that it has named, of any run; None: none yet.
+        life: of its trainer, as it has said last; None: it does not say.
         since_s: since when it names that one.
         asked_s: when the last request began that it has answered.
         woken_s: it is to be asked once, at this time or later.
@@ -129,6 +130,7 @@ class AgentState:
     def __init__(self, poll_s: float | None) -> None:
         self._poll_s = poll_s
         self.newest: Version | None = None
+        self.life: str | None = None
         self.since_s = -math.inf
         self.asked_s = -math.inf
         self.woken_s = -math.inf
@@ -196,11 +198,19 @@ class AgentState:
         """The number of the last claim that it has that run; 0: there is none."""
         return max((claim.number for claim in self.claims if claim.version.run_id == run_id), default=0)
 
-    def is_past(self, runs_over: Container[str], *, another_is_there: bool) -> bool:
-        """Whether it is gone with its run, one of those, or without a word about what was claimed of it, where another
-        agent is pulled from; and nobody waits for its word."""
-        over = another_is_there and self.was_claimed if self.newest is None else self.newest.run_id in runs_over
-        return self.error is not None and over and not (self.lasting or self.claims or self.doubted)
+    def is_past(self, runs_over: Container[str], other: AgentState | None) -> bool:
+        """Whether it is gone, and nobody waits for its word: its run is one of those; or `other`, which is pulled from
+        and answers, has gone on with its run in another life of their trainer (a store may come back), or it never said
+        a word of what was claimed of it."""
+        if self.error is None or self.lasting or self.claims or self.doubted:
+            return False
+        if self.newest is None:
+            return other is not None and self.was_claimed
+        if self.newest.run_id in runs_over:
+            return True
+        if other is None or self.gone_s is None or None in (self.life, other.life):
+            return False
+        return is_in(self.newest, other.newest) and self.life != other.life
 
     def next_ask(self, now_s: float, *, past: bool = False) -> Ask | None:
         """The next request; None: there is no reason for one. `past`: it is not asked for ever."""
@@ -219,9 +229,9 @@ class AgentState:
         self.woken_s, self.pause_s = now_s, 0.0
         self.not_before_s = min(self.not_before_s, max(now_s, self.asked_s + SHORTEST_S))
 
-    def answered(self, newest: Version | None, asked: Ask, *, asked_s: float, now_s: float) -> None:
-        """It was asked at `asked_s`, and names that version, or none yet."""
-        before, self.newest = self.newest, newest or self.newest
+    def answered(self, newest: Version | None, asked: Ask, *, asked_s: float, now_s: float, life: str | None) -> None:
+        """It was asked at `asked_s`, and names that version, or none yet, in that life of its trainer."""
+        before, self.newest, self.life = self.newest, newest or self.newest, life
         self.asked_s, self.error, self.why = max(asked_s, self.asked_s), None, f"it has {newest or 'nothing yet'}"
         self.gone_s = None
         self.not_before_s = asked_s + SHORTEST_S

@@ -158,7 +158,7 @@ class FollowedRun:
         if answer.coming_run_id is not None and answer.coming is not None:
             agent.coming = Version(run_id=answer.coming_run_id, number=answer.coming)
         before, turns = agent.newest, agent.num_turns
-        agent.answered(newest, asked, asked_s=asked_s, now_s=self._clock())
+        agent.answered(newest, asked, asked_s=asked_s, now_s=self._clock(), life=answer.incarnation)
         if turns == TURNS < agent.num_turns:
             _logger.warning(
                 "model %s: %s names one run after another, now %s: do several trainers answer at that address? It is "
@@ -297,8 +297,9 @@ class FollowedRun:
     # --- helpers ---
 
     def _is_past(self, endpoint: str) -> bool:
-        there = (current := self.agents.get(self._current or "")) is not None and current.error is None
-        return endpoint != self._current and self.agents[endpoint].is_past(self._runs_over, another_is_there=there)
+        current = self.agents.get(self._current or "")
+        there = None if current is None or current.error is not None else current
+        return endpoint != self._current and self.agents[endpoint].is_past(self._runs_over, there)
 
     def _follow(self, run_id: str, endpoint: str) -> None:
         self.run_id, self._current = run_id, endpoint

@@ -502,6 +502,38 @@ def test_a_trainer_that_is_gone_is_past_when_another_run_took_over(lasting: bool
     assert model.run.errors == {}
 
 
+def test_a_trainer_that_went_on_under_its_run_id_elsewhere_has_left_its_old_agent() -> None:
+    """Seen red: the old agent was an error of the status for ever, and a thread asked the dead port. One of the same
+    life, of a trainer of several hosts, is missed."""
+    model = following(ONE, TWO, poll_s=5.0)
+    model.run.know(BAD)
+    model.hears(None, ONE)
+    assert set(model.run.errors) == {ONE}, "nobody went on yet"
+    model.claims(4, at=BAD)
+    model.hears(says(4, life="two"), BAD)
+    model.pulls("two")
+    assert (model.run.errors, model.run.next_ask(ONE)) == ({}, None)
+    for endpoint, life in ((TWO, "one"), (BAD, "two")):
+        model.run.wake(TWO)
+        model.hears(says(3 if endpoint == TWO else 4, life=life), TWO, in_s=WAIT_S)
+        model.hears(None, TWO, in_s=WAIT_S)
+        assert set(model.run.errors) == (set() if life == "one" else {TWO})
+    model.hears(None, BAD, in_s=WAIT_S)
+    assert set(model.run.errors) == {ONE, TWO, BAD}, "nobody has it any more"
+
+
+def test_a_store_of_an_older_life_is_asked_on() -> None:
+    store = "s3://bucket/run"
+    model = following(store, poll_s=5.0)
+    model.run.know(ONE)
+    model.claims(4, at=ONE)
+    model.hears(says(4, life="two"), ONE)
+    model.pulls("two")
+    model.hears(None, store, in_s=WAIT_S)
+    assert set(model.run.errors) == {store}
+    assert model.run.next_ask(store) is not None
+
+
 def test_a_trainer_that_died_before_this_host_was_started_is_past_when_the_next_one_is_followed() -> None:
     """A controller told of both. Seen red: the first one's error stood in the status for ever, and who asked every
     second for its version found a dead port; had its agent answered late, it had taken over from the next one."""
