@@ -88,7 +88,7 @@ class JoinedEngines:
         asked = self._all.only([who for who in self._all.engine_ids if who not in lost])
         replies, errors = asked.describe(timeout_s=min(DESCRIBE_TIMEOUT_S, deadline.check("time to ask the engines")))
         for who, error in errors.items():
-            if isinstance(error, DeadlineExceededError):  # a hung engine would cost every sync that time
+            if _is_slow(error):  # it would cost every sync that time
                 self._shun(who, error, _SHUN_BUSY_S)
         lost.update(errors)
         here = [who for who in asked.engine_ids if who in replies]
@@ -174,6 +174,12 @@ class _Shunned:
             f"Why: {type(self._error).__name__}: {self._error.message}"
         )
         return error
+
+
+def _is_slow(error: WeightSyncError) -> bool:
+    """Whether it came when the time was over: of an engine that hangs, or of one whose machine is gone without a word,
+    at which a connection is tried for as long."""
+    return isinstance(error, DeadlineExceededError) or isinstance(error.__cause__, TimeoutError)
 
 
 def _retry_after(first_or_last: Callable[[Iterable[float]], float], left_out: Mapping[str, _Shunned]) -> dict[str, Any]:
