@@ -167,7 +167,6 @@ ELSEWHERE = {
     "handles/stepped": "unit/handles/test_sglang_engine.py",
     "handles/sglang_api": "unit/handles/test_sglang.py",
     "handles/sglang_messages": "unit/handles/test_sglang.py",
-    "host/catching_up": "unit/host/test_member.py",
     "host/agent_state": "unit/host/test_followed.py",
     "host/delta_pull": "unit/host/test_delta_apply.py",
     "host/fleet_model": "multiproc/test_fleet.py",

@@ -17,6 +17,7 @@ from weightsync.handles.fanout import in_thread
 from weightsync.host.agent_state import Claim
 from weightsync.host.fleet_model import FleetModel
 from weightsync.memory import boot_s
+from weightsync.observe.told_once import ToldOnce
 from weightsync.types import Version
 from weightsync.types.fleet import AbsentVersion, ModelVersion
 
@@ -50,6 +51,7 @@ class CatchingUp:
     def __init__(self) -> None:
         self.named: dict[str, str] = {}
         self._claims: dict[str, Claim] = {}
+        self._troubles: dict[str, ToldOnce] = {}
         self._told: dict[str, Claim] = {}  # of these its fleet was told that they were denied
         self._adopting: dict[str, _Adopting] = {}
 
@@ -80,10 +82,13 @@ class CatchingUp:
         claim = self._claims.get(model.model_id)
         untold = claim is not None and claim.denied is not None and self._told.get(model.model_id) is not claim
         if claim is None or claim.version != wanted.of or (claim.error is not None and not untold):
+            troubles = self._troubles.setdefault(model.model_id, ToldOnce(_logger))
             try:
                 self._claims[model.model_id] = model.claimed(wanted.of, wanted.sender_endpoint)
+                troubles.over()
             except WeightSyncError as error:
-                _logger.warning("model %s: it can't catch up to %s: %s", model.model_id, wanted.of, error)
+                words = "model %s: it can't catch up to %s: %s"
+                troubles.say((wanted.run_id, type(error)), words, model.model_id, wanted.of, error)
 
     def _adopts(self, model: FleetModel, wanted: ModelVersion, digest: str) -> bool:
         """Whether the engines are being asked if they serve it already, which costs no transfer, and needs no trainer.

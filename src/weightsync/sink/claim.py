@@ -25,6 +25,7 @@ from weightsync.errors import (
 )
 from weightsync.objects.base import ObjectStore
 from weightsync.objects.signing import NO_RECORD, record_in, seal
+from weightsync.observe.told_once import ToldOnce
 from weightsync.types import Deadline
 from weightsync.types.store import CLAIM, MAX_EPOCH, POINTER, Claim, Pointer, epoch_of
 
@@ -129,6 +130,7 @@ class ClaimKeeper:
             self._etag = None
 
     def _keep(self) -> None:
+        troubles = ToldOnce(_logger)
         while not self._ended.wait(self._takeover_s / 4):
             with self._lock:
                 if self._ended.is_set() or self._etag is None:
@@ -136,11 +138,12 @@ class ClaimKeeper:
                 claim = msgspec.structs.replace(self._claim, beat=self._claim.beat + 1)
                 try:
                     self._etag, self._claim = self._put(claim, self._etag), claim
+                    troubles.over()
                 except ObjectConflictError:
                     try:
                         found, etag = self._found()
                     except WeightSyncError as error:  # whose it is now is asked the next time
-                        _logger.warning("the claim of %s can't be read: %s", self._store.url, error)
+                        troubles.say(type(error), "the claim of %s can't be read: %s", self._store.url, error)
                         continue
                     if found is not None and (found.writer, found.epoch) == (claim.writer, claim.epoch):
                         self._etag, self._claim = etag, claim
@@ -149,7 +152,7 @@ class ClaimKeeper:
                     self.lose(f"{self._store.url} was taken over by {who}")
                     return
                 except WeightSyncError as error:
-                    _logger.warning("the claim of %s is not renewed: %s", self._store.url, error)
+                    troubles.say(type(error), "the claim of %s is not renewed: %s", self._store.url, error)
 
     def _put(self, claim: Claim, etag: str | None) -> str:
         body = seal("claim", msgspec.json.encode(claim), None)

@@ -22,6 +22,7 @@ import msgspec
 from weightsync.errors import BusyError, RunClaimedError, StateError, VersionError, WeightSyncError, as_weightsync_error
 from weightsync.objects.opened import open_store
 from weightsync.objects.signing import Signer
+from weightsync.observe.told_once import ToldOnce
 from weightsync.sink.claim import ClaimKeeper
 from weightsync.sink.intake import Intake, time_for
 from weightsync.sink.sweep import Sweeper
@@ -138,23 +139,25 @@ class Sink:
             writer.begin(deadline=Deadline(config.write_timeout_s))
             self._tell(Claimed(epoch=self._claim.epoch))
             sweeper = Sweeper(self._store, writer, keep_s=config.keep_s, every_s=config.sweep_s)
-            pause_s = _FIRST_PAUSE_S
+            pause_s, troubles = _FIRST_PAUSE_S, ToldOnce(_logger)
             while not (last := ended.is_set()) or time.monotonic() < until[0]:
                 try:
                     self._claim.check()
                     with _scarcity_told():
-                        if self._turn(writer, wait_s=0.0 if last else _WAIT_S):
+                        if wrote := self._turn(writer, wait_s=0.0 if last else _WAIT_S):
                             pause_s = _FIRST_PAUSE_S
                         elif last:
                             break
                         sweeper.sweep()
+                        if wrote:
+                            troubles.over()
                 except RunClaimedError:
                     raise
                 except VersionError as error:  # superseded on its way
                     _logger.info("%s", error)
                     ended.wait(_FIRST_PAUSE_S)
                 except WeightSyncError as error:
-                    _logger.warning("%s", error)
+                    troubles.say(type(error), "%s", error)
                     self._tell(Trouble(error=error.to_dict()))
                     if last:
                         time.sleep(min(pause_s, max(0.0, until[0] - time.monotonic())))

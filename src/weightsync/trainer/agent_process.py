@@ -17,6 +17,7 @@ import msgspec
 
 from weightsync.errors import StateError
 from weightsync.net.routes import held_port
+from weightsync.observe.told_once import ToldOnce
 from weightsync.trainer.agent_run import AgentRun
 from weightsync.trainer.watchdog import Patience
 from weightsync.types import PhaseRecord, Version
@@ -181,26 +182,28 @@ class AgentProcess:
                 os.eventfd_write(self._wake_fd, 1)
 
     def _supervise(self) -> None:
+        starts, deaths = ToldOnce(_logger), ToldOnce(_logger)
         while not self._closed.is_set():
             begun_s, self._given = time.monotonic(), None
             try:
                 with AgentRun(self._config, wake_fd=self._wake_fd, closed=self._closed) as run:
                     self._begin(run)
+                    starts.over()
                     self._talk(run)
             except BaseException as error:
                 if not self._started.is_set():
                     self._failure = error
                     self._started.set()
                     return
-                _logger.warning("the agent could not be started again: %s", error)
+                starts.say(type(error), "the agent could not be started again: %s", error)
             if self._closed.is_set():
                 return
             self._died()
             if time.monotonic() - begun_s > _CALM_S:
                 self._pause_s = _RESTART_S
-            _logger.warning(
-                "the agent of model %s died: it is started again in %.1f s", self._config.model_id, self._pause_s
-            )
+                deaths.over()
+            words = "the agent of model %s died: it is started again in %.1f s"
+            deaths.say("died", words, self._config.model_id, self._pause_s)
             self._on_event("restarted")
             self._closed.wait(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _LONGEST_RESTART_S)

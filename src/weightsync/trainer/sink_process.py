@@ -24,6 +24,7 @@ from weightsync.errors import (
     WeightSyncError,
     error_from_dict,
 )
+from weightsync.observe.told_once import ToldOnce
 from weightsync.trainer.agent_run import started_beside
 from weightsync.types import Version
 from weightsync.types.process import of_one_process
@@ -56,6 +57,7 @@ class SinkProcess:
         self._thread = threading.Thread(target=self._supervise, name="weightsync-sink", daemon=True)
         self.newest: Version | None = None
         self.error: WeightSyncError | None = None
+        self._troubles = ToldOnce(_logger)
         self.failed: WeightSyncError | None = None
 
     def start(self, *, wait_s: float) -> None:
@@ -179,9 +181,10 @@ class SinkProcess:
                     self._claimed = True
                 case Stored():
                     self.newest, self.error = event.version, None
+                    self._troubles.over()
                 case Trouble():
                     self.error = error_from_dict(event.error, peer=self._config.store)
-                    _logger.warning("%s: %s", self._config.store, self.error)
+                    self._troubles.say(type(self.error), "%s: %s", self._config.store, self.error)
                     passing = isinstance(self.error, StoreUnavailableError | DeadlineExceededError | BusyError)
                     if event.is_last or not (self._claimed or passing):
                         self.failed = self.error

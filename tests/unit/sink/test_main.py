@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.multiproc.pull_kit import MODEL, run_of
 from tests.standins.stored import AGENT, SEED, taken
-from weightsync.errors import BusyError, StateError
+from tests.standins.threads import logged_here
+from weightsync.errors import BusyError, StateError, StoreAuthError
 from weightsync.objects.opened import open_store
 from weightsync.sink import main
 from weightsync.sink.claim import ClaimKeeper
@@ -62,6 +64,49 @@ def test_a_want_of_memory_or_threads_is_told_and_tried_again(tmp_path, monkeypat
         assert (each.error["error"], each.is_last) == (BusyError.__name__, False)
         assert repr(error) in each.error["message"]
     assert code == 0
+
+
+def test_a_store_that_refuses_for_weeks_is_one_line(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: one each 15 s."""
+    refused = [StoreAuthError(f"expired, request {number}") for number in range(5)]
+    code, told = run(monkeypatch, f"file://{tmp_path}/run", Short(*refused))
+    assert (code, sum(isinstance(each, Trouble) for each in told)) == (0, 5)
+    warned = [record.getMessage() for record in logged_here(caplog) if record.levelname == "WARNING"]
+    assert warned == ["expired, request 0"]
+
+
+class Turns(threading.Event):
+    """Never waits; it is set after so many turns."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def test_a_claim_that_is_not_renewed_for_weeks_is_one_line_until_it_is(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = ClaimKeeper(open_store(f"file://{tmp_path}/run", whose="the store's"), run_id="r", takeover_s=60.0)
+    keeper.acquire(ended=threading.Event())
+    keeper._ended.set()
+    put, tries = keeper._put, iter([False, False, False, True, False, False])
+
+    def refuses(*args: Any) -> str:
+        if not next(tries):
+            raise StoreAuthError("expired")
+        return put(*args)
+
+    monkeypatch.setattr(keeper, "_put", refuses)
+    monkeypatch.setattr(keeper, "_ended", Turns(6))
+    keeper._keep()
+    warned = [record.getMessage() for record in logged_here(caplog) if record.levelname == "WARNING"]
+    assert warned == [f"the claim of {keeper._store.url} is not renewed: expired"] * 2
 
 
 def test_a_want_of_memory_outside_of_a_version_ends_no_more_than_this_process(

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from tests.standins.threads import logged_here
+from weightsync.trainer import agent_process
 from weightsync.trainer.agent_process import AgentProcess
 from weightsync.types import Version
 from weightsync.types.agent_config import AgentConfig
@@ -38,3 +43,33 @@ def test_an_agent_behind_one_that_died_of_a_delta_is_told_to_rest() -> None:
                 agent._died()
             rests.append(agent._config.delta_rest)
     assert rests == [1, 1, 1, 3, 0, 1]
+
+
+def test_an_agent_that_can_not_be_started_for_weeks_is_two_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: two each 5 s."""
+
+    class Ends(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            tries.append(timeout)
+            if len(tries) == 6:
+                self.set()
+            return self.is_set()
+
+    def none_left(*_: object, **__: object) -> None:
+        raise BlockingIOError(f"no more processes, try {len(tries)}")
+
+    tries: list[float | None] = []
+    monkeypatch.setattr(agent_process, "AgentRun", none_left)
+    agent = AgentProcess(AgentConfig(model_id="m"), lambda event: None)
+    with contextlib.closing(agent):
+        agent._started.set()
+        agent._closed = Ends()
+        agent._supervise()
+    warned = [record.getMessage() for record in logged_here(caplog) if record.levelname == "WARNING"]
+    assert len(tries) == 6
+    assert warned == [
+        "the agent could not be started again: no more processes, try 0",
+        "the agent of model m died: it is started again in 0.2 s",
+    ]

@@ -7,10 +7,12 @@ import time
 import msgspec
 import pytest
 
-from weightsync.errors import BusyError, StateError, WeightSyncError
+from tests.standins.threads import logged_here
+from weightsync.errors import BusyError, StateError, StoreAuthError, WeightSyncError
 from weightsync.trainer import sink_process
 from weightsync.trainer.sink_process import SinkProcess
-from weightsync.types.sink import SinkConfig, Trouble
+from weightsync.types import Version
+from weightsync.types.sink import Claimed, SinkConfig, Stored, Trouble
 
 
 def test_a_writer_that_can_not_be_started_is_tried_again(
@@ -48,3 +50,13 @@ def test_a_writer_that_lacked_memory_before_its_claim_is_started_again(error: We
     sink._hear(msgspec.json.encode(Trouble(error=error.to_dict())))
     assert isinstance(sink.error, type(error))
     assert (sink.failed is not None) == is_over
+
+
+def test_a_store_that_refuses_for_weeks_is_one_line_until_it_takes_a_version(caplog: pytest.LogCaptureFixture) -> None:
+    """Seen red: one each 15 s."""
+    sink = SinkProcess(SinkConfig(store="file:///nowhere", model_id="m", run_id="r", agents=()))
+    refused = Trouble(error=StoreAuthError("expired").to_dict())
+    stored = Stored(version=Version(run_id="r", number=1), is_anchor=True, nbytes=1, total_bytes=1, seconds=0.1)
+    for event in (Claimed(epoch=1), refused, refused, refused, stored, refused, refused):
+        sink._hear(msgspec.json.encode(event))
+    assert len([record for record in logged_here(caplog) if record.levelname == "WARNING"]) == 2
