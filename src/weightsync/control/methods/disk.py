@@ -51,8 +51,9 @@ class DiskMethod(SyncMethod):
     SGLang server; a vLLM server in development mode. A sync succeeds where every engine has loaded the version and
     says so; where there are several of one kind, their checksums of live weights have to be the same. Engines that
     fail are named in the error, with the state that each was left in; the others go on with the new version. One that
-    was evicted is not asked to load any more; a router that it belongs to has to be told by whoever runs it. Where
-    everybody was evicted, whoever answers takes part again with the next version.
+    was evicted is not asked to load any more; a router that it belongs to has to be told by whoever runs it; where
+    that one names it no more at some sync, and again at a later one, it takes part again. Where everybody was evicted,
+    whoever answers takes part again with the next version.
 
     Args:
         folder: where trainers publish.
@@ -198,7 +199,12 @@ class DiskMethod(SyncMethod):
         return members
 
     def _forget_gone(self, model_id: str, found: Sequence[str]) -> None:
-        """Lets go of engines that no model names any more: a router's workers come and go."""
+        """Lets go of engines that no model names any more: a router's workers come and go. One that was evicted and
+        is named again later is another process at its address: the old one's failures are not its own."""
+        for model, url in tuple(self._evicted):
+            if model == model_id and url not in found:
+                del self._evicted[model, url]
+                self.peers.readmit(model_id, url)
         with self._lock:
             self._named[model_id] = frozenset(found)
             named = frozenset().union(*self._named.values(), *self._urls.values())

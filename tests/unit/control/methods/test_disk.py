@@ -294,6 +294,22 @@ def test_who_failed_can_be_evicted_and_come_back(place: Place) -> None:
         method.sync_weights("actor", v(1))
 
 
+def test_one_that_its_router_has_dropped_and_names_again_takes_part_again(place: Place) -> None:
+    """Seen red: it answered with what it was started with for the rest of the run, and each sync was a success."""
+    servers, router = place.sglang(2)
+    method = place.method(router)
+    place.publish(1)
+    servers[0].fail("/update_weights_from_disk", "error", times=1)
+    with pytest.raises(SyncFailedError):
+        method.sync_weights("actor", v(1))
+    assert method.evict_failed("actor") == [servers[0].url]
+    for number, urls in ((2, servers[:]), (3, servers[1:]), (4, servers[:])):
+        router.urls = [each.url for each in urls]
+        place.publish(number)
+        assert method.sync_weights("actor", v(number)) == number
+        assert held(servers[0]) == weights(4 if number == 4 else 0)
+
+
 def test_one_alone_that_was_evicted_takes_part_again_with_a_newer_version(place: Place) -> None:
     """Seen red: a server that restarted for longer than the retries was evicted, and no later version was loaded."""
     server = place.vllm()
