@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightsync.cli.shared import Token, Verify, announce, stop_event, told
+from weightsync.cli.shared import Token, Verify, announce, next_signal_ends, stop_event, told
 from weightsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,8 +104,7 @@ def controller(
 
 def _let_end(built: Built) -> None:
     """Closes it; a sync that runs comes to its end, since nobody else would resume the engines that it has paused."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    next_signal_ends()
     built.close()
     controller, most_s = built.controller, built.controller.method.end_within_s
     if controller.wait_ended(timeout_s=0.0):

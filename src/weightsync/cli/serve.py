@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightsync.cli.shared import Token, TrustKey, Verify, announce, refuse_trust_key, sigterm_raises, stop_event, told
+from weightsync.cli.shared import (
+    Token,
+    TrustKey,
+    Verify,
+    announce,
+    next_signal_ends,
+    refuse_trust_key,
+    sigterm_raises,
+    stop_event,
+    told,
+)
 from weightsync.control.web.headline import seconds_text
 from weightsync.errors import ConfigError
 
@@ -24,6 +37,8 @@ _SOURCE_TOKEN = "WEIGHTSYNC_SOURCE_TOKEN"
 _ENGINE_TOKEN = "WEIGHTSYNC_ENGINE_TOKEN"
 _CONTROLLER_TOKEN = "WEIGHTSYNC_CONTROLLER_TOKEN"
 _LOOK_S = 0.5
+_MORE_S = 15.0
+"""The end of a service waits so much longer than `load_timeout_s`."""
 _PROGRESS_S = 2.0
 """What takes longer says how far it is."""
 _FIRST_S, _LONGEST_S = 30.0, 600.0
@@ -151,14 +166,51 @@ def serve(
             whom = f"following {', '.join(followed)}" if followed else "waiting for a trainer that names this service"
             if status.controller is not None:
                 whom = f"in the fleet of {status.controller}, which says what is served"
-            announce(f"{', '.join(status.models)} at {running.url} (process {os.getpid()}), {whom}")
-            _watch(running, stop)
+            try:
+                announce(f"{', '.join(status.models)} at {running.url} (process {os.getpid()}), {whom}")
+                _watch(running, stop)
+            finally:  # a Ctrl-C ends whoever reads its lines, too
+                unsure = _let_end(running)
         left = "go on with what they serve"
         if status.controller is not None:
             left = "answer nothing: they are in no fleet now"
         elif status.lease is not None:
             left += ", those that look at its lease for as long as it was lent"
+        if unsure:
+            left += f"; some of {', '.join(unsure)}, whose load has not ended well, may stand paused until the next one"
         announce(f"stopped by a signal; engines {left}")
+
+
+def _let_end(running: Service) -> list[str]:
+    """Closes it; a load that runs comes to its end, since nobody else would resume the engines that it has paused.
+
+    Returns:
+        Models whose load has failed meanwhile, or has not ended.
+    """
+    from weightsync.handles.fanout import in_thread
+
+    def loading() -> list[str]:
+        return [model_id for model_id, status in running.status().models.items() if status.state == "loading"]
+
+    loads, said = set(loading()), False
+    closing = in_thread(running.close, name="weightsync-close")
+    while not closing.done():
+        concurrent.futures.wait([closing], _LOOK_S)
+        loads.update(now := loading())
+        if now and not said and not closing.done():
+            said = True
+            next_signal_ends()
+            with contextlib.suppress(BrokenPipeError):
+                announce(
+                    f"waits {running.rollout.config.load_timeout_s + _MORE_S:.0f} s at most for the load of "
+                    f"{', '.join(now)}, which may have engines paused; a second signal ends at once, and may leave "
+                    "them paused",
+                    file=sys.stderr,
+                )
+    with contextlib.suppress(RuntimeError):  # no thread could be had: it is closed behind this
+        closing.result()
+    models = running.status().models
+    return [model_id for model_id in sorted(loads) if models[model_id].state == "loading" or models[model_id].errors]
 
 
 def _models(pairs: Sequence[str]) -> dict[str, list[str]]:

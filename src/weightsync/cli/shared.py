@@ -90,6 +90,12 @@ def sigterm_raises() -> None:
     signal.signal(signal.SIGTERM, ended)
 
 
+def next_signal_ends() -> None:
+    """The next SIGINT or SIGTERM ends this process at once."""
+    for number in _ENDS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def signals_end_waits() -> None:
     """SIGINT and SIGTERM end also what the main thread begins to wait for just then. The main thread calls it.
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from weightsync.errors import (
     ConfigError,
@@ -241,6 +241,10 @@ class EngineGroup(ServedVersions):
         """Loads of the last call of `load` that did not end in time: until they do, what they were given must not
         change."""
         return [load for load in self._given if not load.done()]
+
+    def wait_loads(self, timeout_s: float) -> None:
+        """Until no load of the last call of `load` is under way, and no longer than that."""
+        wait(self.holders(), timeout_s)
 
     def _run(self, load: _Load) -> LoadReport:
         """In a thread of the engine's own: what it has come to is noted without waiting for another engine."""

@@ -31,7 +31,7 @@ from weightsync.host.pulls import Pulls
 from weightsync.host.relay import Relay
 from weightsync.host.settings import RolloutConfig
 from weightsync.host.staged_version import StagedVersion
-from weightsync.host.sync_report import came, failed, taken, tell_served
+from weightsync.host.sync_report import came, failed, progress_of, taken, tell_served
 from weightsync.host.upstream import Upstream
 from weightsync.observe import Metrics, Recorder, now_s
 from weightsync.types import Deadline, EngineHandle, Version
@@ -39,8 +39,7 @@ from weightsync.types.progress import TransferProgress
 from weightsync.types.service import ModelStatus
 
 LOOK_EVERY_S = 5.0
-_RETRY_S = 0.5
-_LONGEST_RETRY_S = 10.0
+_RETRY_S, _LONGEST_RETRY_S = 0.5, 10.0
 _OVER_S = 60.0
 """From one try to the next where the trainer has ended in order, and no agent says something new."""
 _CLOSE_S = 15.0
@@ -50,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ModelUpdater:
-    """One model of a service. Thread-safe.
+    """One model of a service, with its `engines`. Thread-safe. For `listening` see `Listeners`.
 
     Args:
         model_id: which.
@@ -60,10 +59,6 @@ class ModelUpdater:
         metrics: where syncs are counted.
         on_served: told (model_id, version) after every engine serves it; from the updater's thread, which waits.
         relay: see `Puller`.
-
-    Attributes:
-        engines: of this model.
-        listening: see `Listeners`.
 
     Raises:
         NoEnginesError: there are none.
@@ -119,8 +114,8 @@ class ModelUpdater:
         self._looking.start()
         self._thread.start()
 
-    def close(self) -> None:
-        """Ends a pull under way and gives the staging back; engines go on with what they serve. Idempotent."""
+    def end(self) -> None:
+        """Ends a pull under way; no load begins any more. Waits for nobody; `close` comes behind it. Idempotent."""
         with self._changed:
             self._closed = True
         self._upstream.close()
@@ -128,8 +123,15 @@ class ModelUpdater:
         self._pulls.end()
         if self._gate is not None:
             self._gate.close()
+
+    def close(self) -> None:
+        """Lets a load under way end, and gives the staging back; engines go on with what they serve. Idempotent."""
+        self.end()
         if self._thread.is_alive() and self._thread is not threading.current_thread():  # `on_served` may close it
             self._thread.join(_CLOSE_S)
+            if self._thread.is_alive():  # nobody else would resume the engines that a load has paused
+                self.engines.wait_loads(self._config.load_timeout_s)
+                self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():  # else engines read the staging: that thread gives it back when it ends
             self._pulls.close()
 
@@ -262,10 +264,7 @@ class ModelUpdater:
     def progress(self) -> TransferProgress | None:
         """Of the pull under way; None where none is, or nothing has come yet."""
         with self._changed:
-            moved, status = self._pulls.progress, self._status
-        if moved is None or status.state != "pulling" or status.since_s is None:
-            return None
-        return TransferProgress(done_bytes=moved[0], total_bytes=moved[1], seconds=max(0.0, now_s() - status.since_s))
+            return progress_of(self._status, self._pulls.progress)
 
     def agent_at(self, endpoint: str) -> AgentClient | StoreClient:
         """A client of that agent, or store."""
@@ -417,6 +416,7 @@ class ModelUpdater:
             target.endpoint, at_least=lambda: self._at_least(target, tried_s), retrying=retrying
         ) as pulled:
             with self._changed:
+                self._check_open(pulled.version)
                 self._followed.pulled(target.endpoint, pulled.version, pulled.incarnation)
             loading_s = now_s()
             self._note(

@@ -232,14 +232,16 @@ class RolloutService:
         self._server.wait()
 
     def close(self) -> None:
-        """Ends pulls under way and gives the staging back. Engines go on with what they serve; under its lease for at
-        most `lease_s`, in a fleet no longer. Idempotent."""
+        """Ends pulls under way and gives the staging back; loads come to their end, since nobody else resumes engines.
+        These go on with what they serve; under its lease for at most `lease_s`, in a fleet no longer. Idempotent."""
         self._closed.set()
         with contextlib.ExitStack() as left:  # from the last one on; what one of them raises keeps none open
             if self.relay is not None:
                 left.callback(self.relay.close)
             for model in self._models.values():
                 left.callback(model.close)
+            for model in self._models.values():  # no model begins a load while another one's is waited for
+                left.callback(model.end)
             left.callback(self._server.close)
             if self._lender is not None:
                 left.callback(self._lender.close)

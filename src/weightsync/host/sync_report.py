@@ -7,9 +7,10 @@ import logging
 from weightsync.errors import DeadlineExceededError, SyncFailedError
 from weightsync.host.engine_group import GroupReport
 from weightsync.host.staged_version import StagedVersion
-from weightsync.observe import Metrics
+from weightsync.observe import Metrics, now_s
 from weightsync.types import Deadline, SyncReport, Version
 from weightsync.types.fleet import MAX_WORDS
+from weightsync.types.progress import TransferProgress
 from weightsync.types.service import ModelStatus
 
 _logger = logging.getLogger(__name__)
@@ -89,3 +90,10 @@ def taken(pulled: StagedVersion, loaded: GroupReport) -> dict[str, object]:
         "artifact": manifest.artifact,
         "adapter": None if manifest.adapter is None else str(manifest.adapter)[:MAX_WORDS],
     }  # fmt: skip
+
+
+def progress_of(status: ModelStatus, moved: tuple[int, int] | None) -> TransferProgress | None:
+    """Of the pull under way, which has brought so many bytes of so many; None where none is, or nothing has come."""
+    if moved is None or status.state != "pulling" or status.since_s is None:
+        return None
+    return TransferProgress(done_bytes=moved[0], total_bytes=moved[1], seconds=max(0.0, now_s() - status.since_s))

@@ -7,7 +7,8 @@ with service.generation("actor") as version:
 
 entry   engines' URLs are asked what they are, sources and a controller whether they have these models; it listens
 from then on one request waits at each source until there is something newer; it is fetched, proved, loaded
-end     pulls under way end; engines go on with what they serve, where they look at a lease as `close` says
+end     pulls under way end, loads come to their end; engines go on with what they serve, where they look at a lease as
+        `close` says
 """
 
 from __future__ import annotations
@@ -221,8 +222,9 @@ class Service(Closing):
         self._service.wait()
 
     def close(self) -> None:
-        """Ends pulls under way. Engines go on with what they serve; those that look at its lease for at most `lease_s`
-        (60 s), in a fleet no longer. Idempotent."""
+        """Ends pulls under way. A load comes to its end, since nobody else resumes the engines that it has paused: that
+        takes `load_timeout_s` (120 s) and 15 s at most. Engines go on with what they serve; those that look at its
+        lease for at most `lease_s` (60 s), in a fleet no longer. Idempotent."""
         with self._opened:
             self._service.close()
 

@@ -362,6 +362,71 @@ def test_a_controller_that_is_ended_within_a_load_waits_for_it_and_at_a_second_s
     assert engine.paused == ("keep" if then == "a second signal" else None)
 
 
+LOADS = """
+import os
+from types import SimpleNamespace
+from weightsync.types.service import ModelStatus, ServiceStatus
+from weightsync.verbs import serving
+
+class Loads:
+    url, rollout = "http://127.0.0.1:1", SimpleNamespace(config=SimpleNamespace(load_timeout_s=120.0))
+    now = ModelStatus(state="loading")
+
+    def status(self):
+        return ServiceStatus(models={{"actor": self.now}})
+
+    def close(self):
+        if self.now.state == "loading":
+            os.close(os.open({pipe!r}, os.O_RDONLY))
+            self.now = ModelStatus(errors={errors})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+serving.serve = lambda *_, **__: Loads()
+"""
+"""A service with a load that ends when somebody opens `pipe` to write."""
+
+
+@pytest.mark.parametrize("then", ["nothing", "a second signal", "nobody reads its lines", "it fails"])
+def test_a_host_that_is_ended_within_a_load_waits_for_it_and_at_a_second_signal_does_not(
+    then: str, tmp_path: Path
+) -> None:
+    """Nobody else resumes its engines. Seen red: it said nothing, whatever came of the load, and heard no second
+    signal."""
+    os.mkfifo(pipe := str(tmp_path / "pipe"))
+    errors = {"vllm-0": "it has failed"} if then == "it fails" else {}
+    process = started("serve", "--engine", "actor=http://127.0.0.1:9", before=LOADS.format(pipe=pipe, errors=errors))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    late = threading.Timer(60.0, process.kill)
+    late.start()
+    try:
+        assert process.stdout.readline().startswith("actor at http://127.0.0.1:1 ")
+        if then == "nobody reads its lines":
+            process.stdout.close()
+        process.send_signal(signal.SIGTERM)
+        said = next((line for line in process.stderr if line.startswith("waits ")), "it ended")
+        assert said.startswith("waits 135 s at most for the load of actor, which may have engines paused; a second si")
+        if then == "a second signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            with open(pipe, "w"):
+                pass
+        process.wait(timeout=30)
+    finally:
+        late.cancel()
+        process.kill()
+    assert process.returncode == {"a second signal": -signal.SIGTERM, "nobody reads its lines": 141}.get(then, 0)
+    if not process.stdout.closed:
+        assert ("; some of actor, whose load has not ended well, may stand paused" in process.stdout.read()) == (
+            then == "it fails"
+        )
+
+
 @pytest.mark.parametrize("command", ["serve", "agent"])
 def test_ctrl_c_ends_these_well_too(command: str, tmp_path: Path) -> None:
     """As `weightsync --help` says. Seen red where it says 130 of every command."""

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from weightsync.host.fleet_model import FleetModel
 from weightsync.host.relay import Relay, relay_of
 from weightsync.host.service import RolloutService
 from weightsync.host.settings import RolloutConfig
+from weightsync.host.staged_version import StagedVersion
 from weightsync.memory import ServingLease
 from weightsync.net import routes
 from weightsync.net.places import Places
@@ -616,7 +618,7 @@ def test_a_service_that_is_closed_during_a_long_load_gives_its_memory_back(
 ) -> None:
     """Seen red: it was kept until the process ended."""
     world.agents = {OLD: Agent("r1", 1)}
-    world.serve("a")
+    world.serve("a", load_timeout_s=0.5)
     hold = world.engines["a"].holds[EngineOp.UPDATE_WEIGHTS] = threading.Event()
     staging, closed = world.service._models[MODEL]._pulls._staging, threading.Event()
     monkeypatch.setattr(staging, "close", closed.set)
@@ -629,6 +631,53 @@ def test_a_service_that_is_closed_during_a_long_load_gives_its_memory_back(
     assert not closed.is_set(), "its engine reads it"
     hold.set()
     assert closed.wait(10.0)
+
+
+def test_a_service_that_is_closed_during_a_load_waits_until_its_engine_was_resumed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else resumes it, and its handle is closed behind this. Seen red: it waited for 15 s, whatever the load."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a", load_timeout_s=60.0)
+    hold = world.engines["a"].holds[EngineOp.STAGE] = threading.Event()
+    thread = world.service._models[MODEL]._thread
+    join = thread.join
+
+    def joins(timeout: float | None = None) -> None:
+        join(timeout)
+        hold.set()  # the load goes on when nothing but itself is waited for any more
+
+    monkeypatch.setattr(thread, "join", joins)
+    monkeypatch.setattr(model_updater, "_CLOSE_S", 0.05)
+    world.engines["a"].calls.clear()
+    world.agents[OLD].number = 2
+    world.notify(OLD, "r1", 2, wait_s=None)
+    wait_until(lambda: EngineOp.STAGE in world.engines["a"].calls, "it is loaded")
+    world.service.close()
+    assert world.engines["a"].calls[-1] is EngineOp.RESUME
+    assert world.serves("a", "r1/2")
+
+
+def test_no_load_begins_in_a_service_that_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model's may be waited for. Seen red: what had been fetched just then was loaded."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a")
+    model = world.service._models[MODEL]
+    pulled = model._pulls.pulled
+
+    @contextlib.contextmanager
+    def ends(*of: Any, **how: Any) -> Iterator[StagedVersion]:
+        with pulled(*of, **how) as found:
+            model.end()
+            yield found
+
+    monkeypatch.setattr(model._pulls, "pulled", ends)
+    world.engines["a"].calls.clear()
+    world.agents[OLD].number = 2
+    world.notify(OLD, "r1", 2, wait_s=None)
+    model._thread.join(20.0)
+    assert not model._thread.is_alive()
+    assert EngineOp.BEGIN not in world.engines["a"].calls
 
 
 def test_an_engine_that_never_lets_go_holds_nobody(world: World) -> None:
