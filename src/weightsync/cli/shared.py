@@ -24,7 +24,7 @@ _GIVEN = ("COMMANDLINE", "ENVIRONMENT")
 TOKEN_VARIABLE = "WEIGHTSYNC_TOKEN"
 BROKEN_PIPE = 141
 """The exit code of a process that SIGPIPE ends, as a shell shows it."""
-_ENDS = (signal.SIGINT, signal.SIGTERM)
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NUDGES, _NUDGE_S = 3, 0.1
 _forking = threading.local()
 MAX_S = 7 * 86_400.0
@@ -82,22 +82,29 @@ def refuse_trust_key(context: typer.Context, sources: Iterable[str]) -> None:
 
 
 def sigterm_raises() -> None:
-    """SIGTERM ends a command as Ctrl-C does, so that what it holds, of /dev/shm say, is given back."""
+    """SIGTERM and SIGHUP end a command as Ctrl-C does, so that what it holds, of /dev/shm say, is given back."""
 
     def ended(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, ended)
+    _at_hangup(ended)
+
+
+def _at_hangup(act: Callable[[int, object], None] | signal.Handlers) -> None:
+    """What SIGHUP does: a terminal was closed, or its ssh dropped. Under nohup it is ignored, and stays so."""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, act)
 
 
 def next_signal_ends() -> None:
-    """The next SIGINT or SIGTERM ends this process at once."""
-    for number in _ENDS:
+    """The next SIGINT or SIGTERM ends this process at once. SIGHUP does not: who closes a terminal may send two."""
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
 def signals_end_waits() -> None:
-    """SIGINT and SIGTERM end also what the main thread begins to wait for just then. The main thread calls it.
+    """SIGINT, SIGTERM and SIGHUP end also what the main thread begins to wait for just then. The main thread calls it.
 
     Python's handler would run behind that wait, see `_watched`: of an engine that is silent, half a minute later. So
     the main thread is given other signals, which only end its calls.
@@ -116,11 +123,16 @@ def signals_end_waits() -> None:
 
 
 def stop_event() -> threading.Event:
-    """What SIGINT and SIGTERM set, from here on. The main thread calls it."""
+    """What SIGINT, SIGTERM and SIGHUP set, from here on. The main thread calls it."""
     event = threading.Event()
     _, write = _watched(event.set)
-    for number in _ENDS:  # a second byte does no harm; the first is lost where a loop of asyncio took the descriptor
-        signal.signal(number, lambda number, _: _said(write, number))
+
+    def heard(number: int, _: object) -> None:  # a second byte does no harm; a loop of asyncio may take the first
+        _said(write, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, heard)
+    _at_hangup(heard)
     return closed_in_children(event, _signals_of_its_own)
 
 
@@ -153,6 +165,7 @@ def _signals_of_its_own(_: threading.Event) -> None:
     _deaf(_)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _at_hangup(signal.SIG_DFL)
 
 
 def _unheard() -> None:

@@ -38,8 +38,11 @@ COMMANDS = (
     "agent", "check", "controller", "demo", "doctor", "export", "inspect", "keygen", "pull", "serve", "status", "trace",
     "verify",
 )  # fmt: skip
-LISTENS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-"""To Ctrl-C, though whoever started the tests in the background had it ignored."""
+LISTENS = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+)
+"""To Ctrl-C, and a terminal's end, though whoever started the tests in the background had them ignored."""
 
 
 def run(*words: object) -> tuple[int, str]:
@@ -270,9 +273,10 @@ def test_ctrl_c_ends_what_waits_for_an_answer(words: str, tmp_path: Path) -> Non
     assert not (tmp_path / "x").exists() or not os.listdir(tmp_path / "x"), "nothing is left of it"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_an_agent_ends_at_a_signal_while_it_copies(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    """Nothing stays in /dev/shm. Seen red: it copied to the end first, for minutes where the checkpoint is large."""
+    """Nothing stays in /dev/shm. Seen red: it copied to the end first, for minutes where the checkpoint is large; and
+    SIGHUP killed it (-1)."""
     save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
     copies = (
         "from weightsync.trainer.folder import FolderPublisher; import threading\n"
@@ -319,12 +323,12 @@ class SlowVllm(VllmStandIn):
         return await super()._rpc(request)
 
 
-@pytest.mark.parametrize("then", ["nothing", "a second signal", "nobody reads its lines"])
+@pytest.mark.parametrize("then", ["nothing", "a second signal", "nobody reads its lines", "its terminal is closed"])
 def test_a_controller_that_is_ended_within_a_load_waits_for_it_and_at_a_second_signal_does_not(
     then: str, tmp_path: Path
 ) -> None:
     """Nobody else resumes the engines. Seen red: it ended at once, and they were paused for good; so they were where a
-    Ctrl-C had ended the `tee` that read its lines, too."""
+    Ctrl-C had ended the `tee` that read its lines, too, and where SIGHUP came."""
     engine = SlowVllm(write_checkpoint(tmp_path / "start", 0))
     version = Version(run_id="run", number=1)
     VersionFolder(tmp_path / "versions").publish("actor", version, lambda into: write_checkpoint(into, 1))
@@ -344,20 +348,21 @@ def test_a_controller_that_is_ended_within_a_load_waits_for_it_and_at_a_second_s
         assert engine.loads.wait(30.0)
         if then == "nobody reads its lines":
             process.stdout.close()
-        process.send_signal(signal.SIGTERM)
+        number = signal.SIGHUP if then == "its terminal is closed" else signal.SIGTERM
+        process.send_signal(number)
         said = next((line for line in process.stderr if line.startswith("waits ")), "it ended")
         assert re.fullmatch(r"waits \d+ s at most for the sync of version 1 of actor, which has engines .*\n", said)
         if then == "a second signal":
             process.send_signal(signal.SIGTERM)
         else:
+            process.send_signal(signal.SIGHUP)  # that of a terminal, or a shell's second one, is no second signal
             engine.may_load.set()
         process.wait(timeout=30)
     finally:
         engine.may_load.set()
         process.kill()
         engine.close()
-    ends = {"nothing": 0, "a second signal": -signal.SIGTERM, "nobody reads its lines": 141}
-    assert process.returncode == ends[then]
+    assert process.returncode == {"a second signal": -signal.SIGTERM, "nobody reads its lines": 141}.get(then, 0)
     assert (engine.called()[-1] == "/resume") == (then != "a second signal")
     assert engine.paused == ("keep" if then == "a second signal" else None)
 
@@ -427,21 +432,40 @@ def test_a_host_that_is_ended_within_a_load_waits_for_it_and_at_a_second_signal_
         )
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("command", ["serve", "agent"])
-def test_ctrl_c_ends_these_well_too(command: str, tmp_path: Path) -> None:
-    """As `weightsync --help` says. Seen red where it says 130 of every command."""
+def test_ctrl_c_ends_these_well_too(command: str, number: signal.Signals, tmp_path: Path) -> None:
+    """As `weightsync --help` says; and so does a terminal that is closed. Seen red where it says 130 of every command,
+    and with SIGHUP, of which nothing was closed."""
     save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
     options = {"serve": ("--engine", "actor=weightsync+http://127.0.0.1:9"), "agent": (tmp_path,)}
     process = started(command, *options[command], "--port", 0)
     assert process.stdout is not None
     try:
         assert re.search(r" at http://127\.0\.0\.1:\d+", process.stdout.readline())
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=30)
     finally:
         process.kill()
     assert (process.returncode, "Traceback" in said) == (0, False), said
     assert "Ctrl-C is how serve, controller and agent are ended: they end with 0" in run("--help")[1]
+
+
+def test_under_nohup_a_terminal_s_end_is_none() -> None:
+    """Seen red with a handler for SIGHUP whatever was there before."""
+    ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"  # as nohup leaves it
+    process = started("serve", "--engine", "actor=weightsync+http://127.0.0.1:9", "--port", 0, before=ignored)
+    assert process.stdout is not None
+    try:
+        assert re.search(r" at http://127\.0\.0\.1:\d+", process.stdout.readline())
+        found = re.search(r"SigIgn:\s*([0-9a-f]+)", Path(f"/proc/{process.pid}/status").read_text())
+        assert found is not None
+        assert int(found[1], 16) & 1 << signal.SIGHUP - 1
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("words", [["--version"], ["inspect", "--help"]], ids=" ".join)
