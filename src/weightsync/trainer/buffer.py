@@ -70,6 +70,11 @@ class PublicationBuffer:
         self._num_idle_looks = 0
         self._has_asked = False
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether somebody took the newest version's segment away: nobody can be given it any more."""
+        return self._current is not None and self._current.is_lost
+
     def acquire(self, reset_superseded: Callable[[], None]) -> WriteTurn | None:
         """A segment that nobody reads and that does not hold the newest version; None where there is none.
 

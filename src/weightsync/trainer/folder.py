@@ -92,8 +92,9 @@ class FolderPublisher:
         return report
 
     def watch(self, stop: threading.Event, on_published: Callable[[OffloadReport], None]) -> None:
-        """Publishes each change until `stop` is set. What is no checkpoint is logged, and tried again when it changes;
-        what only failed for now, for want of room or descriptors say, is tried again, with longer and longer pauses.
+        """Publishes each change until `stop` is set, and all of it anew where somebody took its memory away. What is no
+        checkpoint is logged, and tried again when it changes; what only failed for now, for want of room or
+        descriptors say, is tried again, with longer and longer pauses.
         """
         before: Look = {}
         refused: Look | None = None
@@ -111,7 +112,8 @@ class FolderPublisher:
                 restless = changed
                 num_failed = num_to_wait = 0
             files = self._of_checkpoint(seen)
-            if files in (self._published, refused):
+            is_lost = files == self._published and self._manager.is_lost
+            if files == refused or (files == self._published and not is_lost):
                 num_unsettled = 0
                 continue
             num_files = max(len(files), len(self._published or ()))
@@ -124,6 +126,8 @@ class FolderPublisher:
             if num_to_wait:
                 num_to_wait -= 1
                 continue
+            if is_lost and not num_failed:
+                _logger.warning("%s is published anew: somebody took its shared memory away", self._folder)
             try:
                 on_published(self._publish(seen))
                 num_failed = 0

@@ -139,6 +139,11 @@ class OffloadSteps:
         self._kept = OffloadPlanCache()
         self._writer = SegmentWriter()
 
+    @property
+    def is_lost(self) -> bool:
+        """See `PublicationBuffer`; False where another rank of this host has that."""
+        return self.buffer is not None and self.buffer.is_lost
+
     def agree(self, weights: Weights, version: int, *, check: Callable[[], None]) -> Agreed:
         """All ranks mean the same.
 

@@ -43,8 +43,7 @@ _logger = logging.getLogger(__name__)
 
 @of_one_process
 class WeightManager(Closing):
-    """Every training rank makes one and calls its methods in the same order, between two steps; or one rank does so
-    `alone`, with whole tensors.
+    """Every training rank makes one and calls its methods in one order, between two steps; or one rank `alone` does.
 
     Args:
         model_id: which model; each model has its own manager.
@@ -144,8 +143,7 @@ class WeightManager(Closing):
             options: arguments of the constructor; they win.
 
         Raises:
-            ConfigError: a setting makes no sense, or nobody reads it on the pull path; or `publish.to` has somebody who
-                is to be told, which `weightsync.publish` does.
+            ConfigError: a setting makes no sense, or nobody reads it on the pull path; or `publish.to` has somebody.
         """
         settings = WeightSyncConfig.load(config).for_method("pull")
         chosen, transfer = settings.publish, settings.transfer
@@ -239,10 +237,9 @@ class WeightManager(Closing):
             return self._agent.wait_started(seconds)
 
         ranks.wait_together(serves, what="the agent did not start")
-        endpoint = None
         if self._agent is not None:
-            endpoint = self._agent.endpoint
             self._unsubscribe = self.recorder.subscribe(self._show)
+        endpoint = None if self._agent is None else self._agent.endpoint
         answers = ranks.settle(None, endpoint=endpoint, run_id=self.run_id)
         self.run_id = answers[0]["run_id"]
         self._steps = OffloadSteps(
@@ -271,8 +268,7 @@ class WeightManager(Closing):
             error: what this rank has found to be wrong before: every rank raises it, and nothing is published.
 
         Returns:
-            What was done. Where every segment was still read, nothing was published: the trainer goes on, or tries the
-            same version again.
+            What was done: nothing where every segment was still read; go on then, or try the same version again.
 
         Raises:
             VersionError: a version that is neither above the last nor the last, unpublished. Nothing was changed.
@@ -320,6 +316,11 @@ class WeightManager(Closing):
     def newest(self) -> int:
         """Number of the last version that ranks agreed on, published or not; -1 before the first."""
         return self._newest
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether somebody took the newest version's memory on this host away: nobody can fetch it any more."""
+        return self._steps is not None and self._steps.is_lost
 
     def wait_published(self, version: int, *, timeout_s: float) -> None:
         """Waits until this host's agent has proved a version and serves it, or a newer one. Only the host's first rank.

@@ -21,8 +21,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from weightsync.errors import ConfigError, SharedMemoryError, StateError
+from weightsync.host.puller import Puller
 from weightsync.trainer.folder import FolderPublisher, Look
 from weightsync.trainer.publisher import OffloadReport, WeightManager
+from weightsync.types import Deadline
+from weightsync.types.transfer_messages import Transport
 
 INDEX = "model.safetensors.index.json"
 
@@ -285,6 +288,33 @@ def test_what_failed_for_now_is_tried_again_and_what_is_no_checkpoint_is_not(
         assert not passing
         assert equal(published(report), 2)
     manager.disturb = None
+
+
+def test_a_version_whose_memory_was_taken_away_is_published_anew(tmp_path: Path, manager: DisturbedManager) -> None:
+    """By logind's RemoveIPC, say, when its user logs out. Seen red: nobody could fetch it any more, and nothing said
+    so."""
+    write(tmp_path, 7)
+    publisher = publisher_of(tmp_path, manager)
+    before = publisher.publish()
+    manager.wait_published(before.version.number, timeout_s=60.0)
+    with watched(publisher) as news:
+        assert manager._steps is not None
+        assert manager._steps.buffer is not None
+        for segment in manager._steps.buffer._segments:
+            os.unlink(f"/dev/shm/{segment.name}")
+        report = news.get(timeout=30)
+        assert report.version.number == before.version.number + 1
+        assert equal(published(report), 7)
+        manager.wait_published(report.version.number, timeout_s=60.0)
+        with (
+            contextlib.closing(
+                Puller(manager.endpoint, "folder", receiver_id="late", transport=Transport.TCP)
+            ) as puller,
+            puller.pull(deadline=Deadline(60.0)) as pulled,
+        ):
+            assert pulled.version == report.version
+        publisher.wait_looks(15)
+    assert news.empty(), "once is enough"
 
 
 def test_a_file_that_took_another_ones_place_counts_though_size_and_time_are_the_same(
