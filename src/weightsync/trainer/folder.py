@@ -128,15 +128,27 @@ class FolderPublisher:
                 continue
             if is_lost and not num_failed:
                 _logger.warning("%s is published anew: somebody took its shared memory away", self._folder)
-            try:
-                on_published(self._publish(seen))
-                num_failed = 0
-            except (WeightSyncError, OSError) as error:
-                if isinstance(error, ConfigError) and not is_passing(error):
+            failure = self._tried(seen, on_published)
+            num_failed = 0 if failure is None else num_failed + 1
+            if failure is not None:
+                if isinstance(failure, ConfigError) and not is_passing(failure):
                     refused = files
-                num_failed += 1
                 num_to_wait = min(_LONGEST_PAUSE, 2**num_failed // 2 - 1)
-                _logger.warning("%s was not published: %s", self._folder, error)
+                _logger.warning("%s was not published: %s", self._folder, failure)
+
+    def _tried(self, seen: Look, on_published: Callable[[OffloadReport], None]) -> WeightSyncError | OSError | None:
+        """Publishes it; gives what kept it from that. `on_published` may raise that it was not proved; another error of
+        it, as that nobody reads its lines, goes through."""
+        try:
+            report = self._publish(seen)
+        except (WeightSyncError, OSError) as error:
+            return error
+        try:
+            on_published(report)
+        except WeightSyncError as error:
+            self._published = None  # it was copied alone
+            return error
+        return None
 
     def _look(self) -> Look:
         """Every entry: what is being copied may have any name."""

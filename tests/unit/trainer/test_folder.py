@@ -171,11 +171,18 @@ def test_a_change_is_published_once_it_has_settled(tmp_path: Path, manager: Dist
 
 
 @contextlib.contextmanager
-def watched(publisher: FolderPublisher) -> Iterator[queue.Queue[OffloadReport]]:
-    """What it publishes while it watches its folder."""
+def watched(
+    publisher: FolderPublisher, proves: Callable[[OffloadReport], None] = lambda _: None
+) -> Iterator[queue.Queue[OffloadReport]]:
+    """What it publishes, and is proved, while it watches its folder."""
     news: queue.Queue[OffloadReport] = queue.Queue()
     stop = threading.Event()
-    thread = threading.Thread(target=publisher.watch, args=(stop, news.put))
+
+    def told(report: OffloadReport) -> None:
+        proves(report)
+        news.put(report)
+
+    thread = threading.Thread(target=publisher.watch, args=(stop, told))
     thread.start()
     try:
         yield news
@@ -315,6 +322,40 @@ def test_a_version_whose_memory_was_taken_away_is_published_anew(tmp_path: Path,
             assert pulled.version == report.version
         publisher.wait_looks(15)
     assert news.empty(), "once is enough"
+
+
+def test_what_was_copied_and_not_proved_is_published_again(tmp_path: Path, manager: DisturbedManager) -> None:
+    """Nothing else would come. Seen red: it counted as published, and was never tried again."""
+    write(tmp_path, 1)
+    publisher = publisher_of(tmp_path, manager)
+    publisher.publish()
+    fail = [StateError("version 2 was not published: the agent died 4 times")] * 2
+
+    def proves(_: OffloadReport) -> None:
+        if fail:
+            raise fail.pop()
+
+    with watched(publisher, proves) as news:
+        write(tmp_path, 2)
+        report = news.get(timeout=30)
+        assert not fail
+        assert equal(published(report), 2)
+        publisher.wait_looks(15)
+    assert news.empty()
+
+
+def test_a_reader_of_its_lines_that_has_gone_ends_it(tmp_path: Path, manager: DisturbedManager) -> None:
+    """`weightsync agent ... | head -1`. Seen red: it was told as "was not published"."""
+    write(tmp_path, 1)
+    publisher = publisher_of(tmp_path, manager)
+    stop = threading.Event()
+
+    def gone(_: OffloadReport) -> None:
+        stop.set()
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        publisher.watch(stop, gone)
 
 
 def test_a_file_that_took_another_ones_place_counts_though_size_and_time_are_the_same(
