@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,25 @@ def test_an_output_that_was_closed_changes_no_exit_code(words: tuple[str, ...], 
     shell = ["/bin/sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "weightsync.cli", *words]
     done = subprocess.run(shell, stderr=subprocess.PIPE, timeout=120, check=False, cwd=tmp_path)
     assert (done.returncode, b"Traceback" in done.stderr) == (code, False), done.stderr[-2000:]
+
+
+def test_an_agent_serves_though_its_standard_error_was_closed(tmp_path: Path) -> None:
+    """As a supervisor may start it, or a trainer. Seen red: "the agent ended before it could serve"."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "weights.safetensors")
+    command = [sys.executable, "-m", "weightsync.cli", "agent", str(tmp_path), "--port", "0"]
+    shell = ["/bin/sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+    with subprocess.Popen(shell, stdout=subprocess.PIPE, text=True) as process:
+        late = threading.Timer(120.0, process.kill)
+        late.start()
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().startswith(f"serving {tmp_path} as model 'model' at http://")
+            assert " is published: " in process.stdout.readline()
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            late.cancel()
+            process.kill()
 
 
 CHILD_GONE = """

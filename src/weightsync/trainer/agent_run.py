@@ -169,9 +169,18 @@ def started_beside(module: str, *arguments: str, stdout: int) -> subprocess.Pope
         [sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=stdout,
+        stderr=None if _has_stderr() else subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": found},
         process_group=0,  # Ctrl-C at a terminal is the trainer's; this one ends with it
     )
+
+
+def _has_stderr() -> bool:
+    """Whether a child gets this process's standard error: where that was closed (`2>&-`), another file may be there."""
+    try:
+        return os.get_inheritable(2)
+    except OSError:
+        return False
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:
