@@ -208,6 +208,8 @@ class BroadcastTransferReceiver(WeightTransferReceiver):
         self._free[index].clear()
         try:
             bucket = _grown(self._buckets, index, request.bucket_bytes, self._group.device)
+            if bucket.is_cuda:  # kernels that this thread has queued may use its memory still; NCCL waits for none
+                torch.cuda.current_stream(bucket.device).synchronize()
             self._group.broadcast(bucket, deadline=deadline)
         except BaseException:
             self._buckets[index] = None  # the group may still write there, however late

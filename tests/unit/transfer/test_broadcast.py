@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from weightsync.errors import (
 )
 from weightsync.handles.fanout import in_thread
 from weightsync.testing.contracts import WeightTransferContract, bytes_of
-from weightsync.transfer import window
+from weightsync.transfer import broadcast, window
 from weightsync.transfer.base import init_requests
 from weightsync.transfer.broadcast import BroadcastTransferReceiver, BroadcastTransferSender, BroadcastTransferStrategy
 from weightsync.transfer.group import join_group, open_store
@@ -97,6 +98,22 @@ def test_a_tensor_is_taken_from_its_own_place_in_the_bucket() -> None:
     assert update.tensor.tolist() == [0, 1, 2, 3]
     (update,) = end.receive_weights(request(1, offset=7, nbytes=4), deadline=Deadline(5))
     assert update.tensor.tolist() == [7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("is_cuda", [True, False])
+def test_a_gpus_bucket_is_received_into_when_what_this_thread_has_queued_is_done(
+    is_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU; with one: tests/gpu/test_cuda_streams.py. Seen red: the broadcast came first, into memory that
+    torch had taken back from kernels which were queued yet."""
+    order: list[Any] = []
+    bucket = SimpleNamespace(is_cuda=is_cuda, device="cuda:1")
+    group = SimpleNamespace(device="cuda:1", broadcast=lambda buffer, *, deadline: order.append(buffer))
+    stream = SimpleNamespace(synchronize=lambda: order.append("synchronize"))
+    monkeypatch.setattr(broadcast, "_grown", lambda *_: bucket)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: order.append(device) or stream)
+    BroadcastTransferReceiver(group).receive_weights(request(0), deadline=Deadline(5))  # type: ignore[arg-type]
+    assert order == (["cuda:1", "synchronize", bucket] if is_cuda else [bucket])
 
 
 def test_a_bucket_is_not_received_into_while_its_loader_holds_it() -> None:
