@@ -12,6 +12,7 @@ from tests.gpu.parts_ipc import STRATEGIES, chunk_of, odd_tensors, prove_every_b
 from tests.gpu.timing import Bench
 from tests.standins.processes import children
 from weightsync.transfer.ipc import IpcSharer
+from weightsync.transfer.ipc_cuda import CudaLender
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -70,3 +71,17 @@ def test_memory_is_given_back_when_the_sharer_closes() -> None:
     assert free - held >= 3 * CHUNK_BYTES
     sharer.close()
     assert torch.cuda.mem_get_info()[0] >= free - (32 << 20)
+
+
+def test_a_bucket_takes_what_torch_keeps_and_does_not_use() -> None:
+    """As behind a training step: torch has nearly all of the GPU, and uses little of it."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    kept = torch.empty(free // 10 * 9, dtype=torch.uint8, device=device)
+    del kept
+    assert torch.cuda.mem_get_info()[0] < free // 2
+    lender = CudaLender(device, 1)
+    assert len(lender.bucket(0, free // 2)) == free // 2
+    lender.close()

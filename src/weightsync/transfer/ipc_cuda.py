@@ -58,18 +58,22 @@ class CudaDriver:
         self._library = library
 
     def allocate(self, size_bytes: int) -> int:
-        """New memory of the current device.
+        """New memory of the current device; torch's allocator gives up for it what it keeps and does not use.
 
         Raises:
             SharedMemoryError: the device has no room.
         """
         found = ctypes.c_uint64()
         code = self._library.cuMemAlloc_v2(ctypes.byref(found), size_bytes)
+        if code == _OUT_OF_MEMORY:
+            torch.cuda.empty_cache()
+            code = self._library.cuMemAlloc_v2(ctypes.byref(found), size_bytes)
         if code:
             free, total = torch.cuda.mem_get_info()
             raise SharedMemoryError(
                 f"a bucket of {size_bytes} bytes could not be allocated on the GPU ({self._words(code)}): {free} of "
-                f"{total} bytes are left beside what torch's allocator keeps; lower chunk_bytes",
+                f"{total} bytes are left beside what torch's allocator uses. Each of a few buckets is as large as the "
+                "largest chunk: lower chunk_bytes where that is more than the largest tensor, or use strategy cuda_ipc",
                 state_left="nothing was allocated",
             )
         return found.value

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -453,6 +454,34 @@ def test_a_bucket_whose_memory_can_not_be_lent_is_freed_once(monkeypatch: pytest
     assert len(lender.bucket(0, 1 << 27)) == 1 << 27
     lender.close()
     assert sorted(driver.freed) == driver.allocated
+
+
+def full_gpu(monkeypatch: pytest.MonkeyPatch, *, kept: int) -> tuple[CudaDriver, list[int]]:
+    """A driver of a GPU without room until torch gives back the `kept` bytes of its cache; and what was asked of it."""
+    driver, asked, free = CudaDriver.__new__(CudaDriver), list[int](), [0]
+
+    def allocate(found: Any, size_bytes: int) -> int:
+        asked.append(size_bytes)
+        if size_bytes > free[0]:
+            return 2
+        found._obj.value = 4096
+        return 0
+
+    driver._library = SimpleNamespace(cuMemAlloc_v2=allocate, cuGetErrorString=lambda code, text: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(free.pop() + kept))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 1 << 30))
+    return driver, asked
+
+
+def test_a_bucket_takes_what_torch_keeps_on_the_gpu_and_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU. Seen red: the driver had no room, and each push failed, beside gigabytes of torch's cache."""
+    driver, asked = full_gpu(monkeypatch, kept=1 << 21)
+    assert driver.allocate(1 << 21) == 4096
+    assert asked == [1 << 21] * 2
+    driver, asked = full_gpu(monkeypatch, kept=1 << 20)
+    with pytest.raises(SharedMemoryError, match=r"1048576 of 1073741824 bytes are left .* cuda_ipc"):
+        driver.allocate(1 << 21)
+    assert asked == [1 << 21] * 2, "once more, and no oftener"
 
 
 @BOTH
