@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +26,8 @@ from weightsync.types import (
     WeightUpdateRequest,
 )
 from weightsync.types.dtypes import itemsize_bytes
+
+_logger = logging.getLogger(__name__)
 
 
 class IpcTransferReceiver(WeightTransferReceiver):
@@ -156,7 +159,10 @@ def borrowers() -> list[MemoryBorrower]:
     """What this process can open: the memory of its current GPU, where it has one, and of its host."""
     found: list[MemoryBorrower] = [ShmBorrower()]
     if torch.cuda.is_available():
-        found.insert(0, CudaBorrower(torch.device("cuda", torch.cuda.current_device())))
+        try:
+            found.insert(0, CudaBorrower(torch.device("cuda", torch.cuda.current_device())))
+        except UnsupportedError as error:  # torch's GPU is no NVIDIA's: host memory is what a pull needs
+            _logger.info("memory of the GPU is not opened here: %s", error.message)
     return found
 
 

@@ -531,6 +531,21 @@ def test_no_driver_is_told_in_words() -> None:
         CudaDriver()
 
 
+def test_without_nvidias_driver_host_memory_is_opened_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on ROCm, where torch says CUDA too. Seen red: no engine took a version, by whatever way."""
+
+    def no_driver(device: torch.device) -> CudaBorrower:
+        raise UnsupportedError("CUDA IPC needs NVIDIA's driver: libcuda.so.1")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(ipc_receive, "CudaBorrower", no_driver)
+    ends = Ends(packed=True)
+    (got, _, _) = ends.receive(ends.request(chunk_of(4), 0))
+    assert int(got[0]) == 4
+    ends.close()
+
+
 # --- patches ---
 
 
