@@ -41,6 +41,7 @@ from weightsync.transfer.native import NativeThread
 from weightsync.types import Deadline, TorchDistributedWeightSyncInitInfo
 
 _JOIN_POLL_S = 0.05
+_MAX_CHARS = 600  # of an error of NCCL
 _ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()  # groups may be made at once
 _STORE, _GROUP = "store", "group"  # what a group's thread holds
@@ -333,10 +334,13 @@ def _broadcast(
         else:
             work.wait()
     except RuntimeError as error:
-        if deadline.expired or "timed out" in str(error).lower():
+        by_nccl = "NCCL error" in str(error)  # what it could not do stands behind the first line
+        if deadline.expired or (not by_nccl and "timed out" in str(error).lower()):
             raise _late(buffer, rank) from error
         raise TransferError(
-            f"a member left the transfer group during a broadcast: {_first_line(error)}",
+            f"a broadcast failed: {_all_lines(error)}"
+            if by_nccl
+            else f"a member left the transfer group during a broadcast: {_first_line(error)}",
             rank=rank,
             state_left="the transfer group is broken",
         ) from error
@@ -407,3 +411,7 @@ def _wait_for_nccl(work: Any, group: Any, deadline: Deadline, closed: threading.
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def _all_lines(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_MAX_CHARS]

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from tests.standins.processes import Child, children
 from tests.standins.threads import fail_starts
-from weightsync.errors import GroupJoinError, StateError, TransferAbortedError
+from weightsync.errors import GroupJoinError, StateError, TransferAbortedError, TransferError
 from weightsync.handles.fanout import in_thread
 from weightsync.transfer import group, native
 from weightsync.transfer.broadcast import BroadcastTransferStrategy
@@ -285,6 +285,35 @@ def test_torch_ends_no_process_where_a_member_of_an_nccl_group_dies(
     info = SimpleNamespace(backend="nccl", transfer_timeout_s=3.0, world_size=2)
     group._make_group(None, cast(Any, info), 0, Deadline(5), None)
     assert (seen, os.environ.get(name)) == (["0"], before)
+
+
+class NcclGroup:
+    """What torch makes of a group, with NCCL's own answer to a broadcast."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error = error
+
+    def broadcast(self, buffers: list[torch.Tensor], options: Any) -> NcclGroup:
+        return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def broadcast_by(nccl: NcclGroup, deadline: Deadline) -> None:
+    group._broadcast(nccl, torch.zeros(8, dtype=torch.uint8), deadline, 0, "nccl", threading.Event())
+
+
+@pytest.mark.parametrize("reason", ["Duplicate GPU detected : rank 0", "socketConnect: connection timed out"])
+def test_an_error_of_nccl_is_told_with_its_reason(reason: str) -> None:
+    """As torch words it; NCCL itself does not run here. Seen red: a member had left, and the reason was cut away."""
+    text = f"NCCL error in: x.cpp:94, invalid usage, NCCL version 2\nncclInvalidUsage: a call.\nLast error:\n{reason}"
+    with pytest.raises(TransferError, match=f"a broadcast failed: NCCL error in: x.cpp:94, .* Last error: {reason}"):
+        broadcast_by(NcclGroup(text), Deadline(30))
 
 
 _ENDS_WHILE_IT_LETS_GO = """
