@@ -41,6 +41,7 @@ from weightsync.transfer.native import NativeThread
 from weightsync.types import Deadline, TorchDistributedWeightSyncInitInfo
 
 _JOIN_POLL_S = 0.05
+_WATCHDOG_LATER_S = 600.0  # than our own deadline: NCCL's watchdog may make torch end the process
 _MAX_CHARS = 600  # of an error of NCCL
 _ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()  # groups may be made at once
@@ -324,7 +325,8 @@ def _broadcast(
     """In the group's thread: one broadcast, whole or a typed error."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    options.timeout = timedelta(seconds=max(0.001, deadline.check("turn to broadcast", rank=rank)))
+    later_s = _WATCHDOG_LATER_S if backend == "nccl" else 0.0
+    options.timeout = timedelta(seconds=later_s + max(0.001, deadline.check("turn to broadcast", rank=rank)))
     if group is None:
         raise TransferError("the transfer group is closed", rank=rank)
     try:
@@ -369,7 +371,7 @@ def _make_group(
         options._timeout = timeout
         return dist.ProcessGroupGloo(prefix, rank, info.world_size, options)
     nccl_options = dist.ProcessGroupNCCL.Options()
-    nccl_options._timeout = timedelta(seconds=info.transfer_timeout_s)
+    nccl_options._timeout = timedelta(seconds=info.transfer_timeout_s + _WATCHDOG_LATER_S)
     with _failures_are_ours():
         return dist.ProcessGroupNCCL(prefix, rank, info.world_size, nccl_options)
 

@@ -294,6 +294,7 @@ class NcclGroup:
         self.error = error
 
     def broadcast(self, buffers: list[torch.Tensor], options: Any) -> NcclGroup:
+        self.timeout_s = options.timeout.total_seconds()
         return self
 
     def is_completed(self) -> bool:
@@ -302,6 +303,21 @@ class NcclGroup:
     def wait(self) -> None:
         if self.error:
             raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize("timeout_s", [3.0, 300.0])
+def test_our_deadline_comes_before_that_of_nccls_watchdog(timeout_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL itself does not run here. Seen red: both were the same moment, and where the watchdog looked first torch
+    could end the trainer."""
+    made: list[Any] = []
+    nccl_group = type("Nccl", (), {"Options": SimpleNamespace, "__init__": lambda self, *args: made.append(args[-1])})
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", nccl_group, raising=False)
+    info = SimpleNamespace(backend="nccl", transfer_timeout_s=timeout_s, world_size=2)
+    group._make_group(None, cast(Any, info), 0, Deadline(5), None)
+    assert made[0]._timeout.total_seconds() > timeout_s + 60
+    one = NcclGroup()
+    broadcast_by(one, Deadline(timeout_s))
+    assert one.timeout_s > timeout_s + 60
 
 
 def broadcast_by(nccl: NcclGroup, deadline: Deadline) -> None:
