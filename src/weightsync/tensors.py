@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,8 @@ import torch
 
 from weightsync.errors import UnsupportedError
 from weightsync.types import Box, Full, TensorSpec, Update, WeightUpdateRequest, dtype_name
+
+_logger = logging.getLogger(__name__)
 
 
 @functools.lru_cache(maxsize=256)
@@ -81,6 +84,23 @@ def byte_array(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """`byte_view` as a numpy array. A CPU tensor shares its memory; a GPU tensor is copied to the host."""
     view = byte_view(tensor)
     return (view if view.device.type == "cpu" else view.cpu()).numpy()
+
+
+def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> torch.Tensor:
+    """New host memory; pinned for copies to and from a GPU, or, where no more can be pinned, plain: slower, and as
+    right."""
+    if pinned:
+        try:
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            _say_not_pinned(str(error).partition("\n")[0])
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+@functools.lru_cache(maxsize=8)
+def _say_not_pinned(why: str) -> None:
+    """Once: a version has thousands of tensors."""
+    _logger.warning("no more host memory can be pinned (%s): copies to and from the GPU are slower", why)
 
 
 def tensor_from_bytes(buffer: torch.Tensor, *, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

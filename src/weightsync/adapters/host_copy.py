@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from weightsync.errors import ExtractError, InvalidRequestError, WeightSyncError, as_weightsync_error
+from weightsync.tensors import host_empty
 
 
 class HostCopy:
@@ -58,5 +59,5 @@ class HostCopy:
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._held.get(name)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+            kept = host_empty(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
         return kept.copy_(tensor)

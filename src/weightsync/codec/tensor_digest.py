@@ -14,7 +14,7 @@ import xxhash
 from weightsync.addresses import view_of_runs
 from weightsync.many import addresses, are_plain, sizes_bytes
 from weightsync.plan.boxes import split_box, whole_box
-from weightsync.tensors import byte_array, byte_view, cut_out
+from weightsync.tensors import byte_array, byte_view, cut_out, host_empty
 from weightsync.threads import PIECE_BYTES, SMALL_BYTES, batches, map_all
 from weightsync.types.table import DIGEST_BYTES, packed_digest, written_digest
 
@@ -157,7 +157,8 @@ _staging = _Staging()
 def _read_device(tensor: torch.Tensor) -> Iterator[memoryview]:
     """A contiguous tensor of a GPU, `_DEVICE_BYTES` at a time."""
     if _staging.memory is None:
-        _staging.memory = _pinned(tensor.is_cuda)
+        with torch.inference_mode(False):  # or it could be written in that mode alone
+            _staging.memory = host_empty((_DEVICE_BYTES,), torch.uint8, pinned=tensor.is_cuda)
     memory, there = _staging.memory, byte_view(tensor)
     read, stream = memory.numpy().data, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
     for start in range(0, len(there), len(memory)):
@@ -166,11 +167,3 @@ def _read_device(tensor: torch.Tensor) -> Iterator[memoryview]:
         if stream is not None:
             stream.record_event().synchronize()  # not the stream: others' copies are queued there too
         yield read[: len(piece)]
-
-
-def _pinned(pin: bool) -> torch.Tensor:
-    with torch.inference_mode(False):  # or it could be written in that mode alone
-        try:
-            return torch.empty(_DEVICE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pin)
-        except RuntimeError:  # no more can be pinned: slower, and as right
-            return torch.empty(_DEVICE_BYTES, dtype=torch.uint8, device="cpu")

@@ -11,7 +11,7 @@ from torch import nn
 
 from weightsync.errors import ManifestMismatchError, StateError, UnsupportedError
 from weightsync.plan.names import closest
-from weightsync.tensors import torch_dtype
+from weightsync.tensors import host_empty, torch_dtype
 from weightsync.types import Full, Manifest, TensorSpec, Update, Version, dtype_name
 
 MAX_TOLD = 10
@@ -213,7 +213,7 @@ def staging_for(
     return {
         name: spare
         if (spare := before.get(name)) is not None and is_of(spare, spec)
-        else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu", pin_memory=pinned)
+        else host_empty(spec.shape, torch_dtype(spec.dtype), pinned=pinned)
         for name, spec in specs.items()
     }
 

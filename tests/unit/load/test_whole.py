@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from weightsync import tensors
 from weightsync.errors import ManifestMismatchError
-from weightsync.load.whole import Differences, lent
+from weightsync.load.whole import Differences, lent, staging_for
+from weightsync.types import TensorSpec
 
 
 def test_every_way_to_share_is_seen() -> None:
@@ -27,6 +31,27 @@ def test_every_way_to_share_is_seen() -> None:
     model.sparse = nn.Parameter(torch.zeros(2, 2).to_sparse())
     assert lent(staging, model) == {"whole", "part", "buffer", "renamed", "numpy"}
     assert lent({}, model) == lent(staging, nn.Module()) == set()
+
+
+def test_where_no_more_can_be_pinned_the_staging_is_plain_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Seen red: a bare RuntimeError at each version."""
+    real = torch.empty
+
+    def no_room(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")
+        return real(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", no_room)
+    tensors._say_not_pinned.cache_clear()
+    specs = {name: TensorSpec(name=name, dtype="bfloat16", shape=(2, 3)) for name in ("a", "b")}
+    staging = staging_for(specs, {}, pinned=True)
+    assert {name: (part.shape, part.dtype) for name, part in staging.items()} == dict.fromkeys(
+        specs, ((2, 3), torch.bfloat16)
+    )
+    assert [record.message.split("(")[1].split(")")[0] for record in caplog.records] == ["CUDA error: out of memory"]
 
 
 @pytest.mark.parametrize(
