@@ -97,7 +97,8 @@ class EngineWorker(AuditedWorker):
         self._strategies = strategies
         self._lock = threading.RLock()
         self._member = Membership(model_id)
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._device = torch.cuda.current_device() if in_use else None
         self._session: Session | None = None
         self._ended: Session | None = None  # the latest, for whoever asks late why it ended
         self._served: Served | None = None

@@ -262,9 +262,11 @@ class CudaBorrower(MemoryBorrower):
     def close(self) -> None:
         """See the base class; called when no chunk is borrowed any more."""
         held, self._held = self._held, None
+        if not held:
+            return  # the first call of a process on a GPU makes a context there, of hundreds of megabytes
         with torch.cuda.device(self._device):
             _bind(self._device)
-            for handle in held or ():
+            for handle in held:
                 _OPENED.give_back(self._driver, handle)
 
 

@@ -161,8 +161,8 @@ def borrowers() -> list[MemoryBorrower]:
     if torch.cuda.is_available():
         try:
             found.insert(0, CudaBorrower(torch.device("cuda", torch.cuda.current_device())))
-        except UnsupportedError as error:  # torch's GPU is no NVIDIA's: host memory is what a pull needs
-            _logger.info("memory of the GPU is not opened here: %s", error.message)
+        except (UnsupportedError, RuntimeError) as error:  # not NVIDIA's, or this is a fork of who used it
+            _logger.warning("memory of the GPU is not opened here: %s", error)
     return found
 
 

@@ -73,6 +73,17 @@ def test_a_good_sync() -> None:
     assert bench.worker.drain_phases() == ()
 
 
+def test_an_engine_of_a_model_on_the_cpu_leaves_its_hosts_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it asked for the current device, which takes a context, and in a forked child there is none."""
+
+    def asked() -> int:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", asked)
+    Bench().sync(4)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
 def test_chunks_whose_calls_come_in_any_order_load_in_the_order_of_their_numbers(order: tuple[int, ...]) -> None:
     bench = Bench()

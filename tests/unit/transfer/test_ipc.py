@@ -531,19 +531,33 @@ def test_no_driver_is_told_in_words() -> None:
         CudaDriver()
 
 
-def test_without_nvidias_driver_host_memory_is_opened_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on ROCm, where torch says CUDA too. Seen red: no engine took a version, by whatever way."""
+@pytest.mark.parametrize("fault", [UnsupportedError("no libcuda.so.1"), RuntimeError("in forked subprocess")], ids=type)
+def test_where_the_gpu_can_not_be_used_host_memory_is_opened_all_the_same(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on ROCm, where torch says CUDA too, and in a child of a process that used CUDA. Seen red: no engine took a
+    version, by whatever way."""
 
-    def no_driver(device: torch.device) -> CudaBorrower:
-        raise UnsupportedError("CUDA IPC needs NVIDIA's driver: libcuda.so.1")
+    def fails(*_: torch.device) -> Any:
+        raise fault
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(ipc_receive, "CudaBorrower", no_driver)
+    monkeypatch.setattr(torch.cuda, "current_device", fails if isinstance(fault, RuntimeError) else lambda: 0)
+    monkeypatch.setattr(ipc_receive, "CudaBorrower", fails)
     ends = Ends(packed=True)
     (got, _, _) = ends.receive(ends.request(chunk_of(4), 0))
     assert int(got[0]) == 4
     ends.close()
+
+
+def test_a_receiver_that_opened_nothing_of_the_gpu_closes_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it made a context there, for a model on the CPU, of hundreds of megabytes that stay."""
+    on_no_gpu(monkeypatch)
+    bound: list[torch.device] = []
+    monkeypatch.setattr(ipc_cuda, "_bind", bound.append)
+    borrower = CudaBorrower(torch.device("cpu"), driver=FakeDriver())  # type: ignore[arg-type]
+    borrower.close()
+    assert bound == []
 
 
 # --- patches ---
