@@ -11,8 +11,11 @@ import torch
 from tests.gpu.parts_ipc import STRATEGIES, chunk_of, odd_tensors, prove_every_bit, time_ipc
 from tests.gpu.timing import Bench
 from tests.standins.processes import children
-from weightsync.transfer.ipc import IpcSharer
-from weightsync.transfer.ipc_cuda import CudaLender
+from weightsync.engine.worker import EngineWorker
+from weightsync.handles.fanout import in_thread
+from weightsync.load.module import ModuleWeightLoader
+from weightsync.transfer.ipc import IpcSharer, borrowers
+from weightsync.transfer.ipc_cuda import CudaLender, device_uuid
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -85,3 +88,16 @@ def test_a_bucket_takes_what_torch_keeps_and_does_not_use() -> None:
     lender = CudaLender(device, 1)
     assert len(lender.bucket(0, free // 2)) == free // 2
     lender.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_engine_opens_memory_of_its_models_gpu_and_not_of_the_current_one() -> None:
+    """By the calls of a server's thread, whose current GPU is the first."""
+    torch.cuda.set_device(0)
+    worker = EngineWorker(ModuleWeightLoader(torch.nn.Linear(4, 4).to("cuda:1")))
+
+    def opens() -> str:
+        worker._use_device()
+        return borrowers()[0].place
+
+    assert in_thread(opens, name="server").result(60) == f"GPU {device_uuid(torch.device('cuda', 1))}"

@@ -385,8 +385,9 @@ class EngineWorker(AuditedWorker):
 
     def _use_device(self) -> None:
         """The current device is the thread's own, and this one may be a server's or a timer's."""
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
+        of_model = self.loader.device_index
+        if (device := self._device if of_model is None else of_model) is not None:
+            torch.cuda.set_device(device)
 
     def _check_stuck(self) -> None:
         if self._stuck is not None:

@@ -61,6 +61,12 @@ class WeightLoader(abc.ABC):
         return True
 
     @property
+    def device_index(self) -> int | None:
+        """The GPU that the live weights are on, or the first of several; None: the current one of whoever made the
+        engine. Transfers meet there."""
+        return None
+
+    @property
     def takes_patch(self) -> bool:
         """Whether a patch can be made on what is served though its live weights are not proved: all of it lies in host
         memory, and what can't be written where it is live is loaded again from there."""

@@ -18,6 +18,7 @@ from weightsync.load.whole import (
     check_complete,
     check_open,
     check_verified,
+    gpu_of,
     no_such_tensor,
     stage,
     staging_for,
@@ -115,6 +116,10 @@ class MergedAdapterLoader(WeightLoader):
     @property
     def healthy(self) -> bool:
         return self._healthy
+
+    @property
+    def device_index(self) -> int | None:
+        return gpu_of(self._module)
 
     @property
     def merged(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from weightsync.load.patch_bracket import PatchingLoader
 from weightsync.load.patching import LivePatch, check_patchable, kernels
 from weightsync.load.placing import Placing
 from weightsync.load.spans import overlapping
-from weightsync.load.whole import check_closed, check_complete, check_open, check_verified
+from weightsync.load.whole import check_closed, check_complete, check_open, check_verified, gpu_of
 from weightsync.tensors import PackedUpdates, spec_of, torch_dtype, write_counter
 from weightsync.types import Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version, dtype_name
 
@@ -50,6 +50,7 @@ class ModuleWeightLoader(PatchingLoader[LivePatch]):
         ignore: Iterable[str] = (),
     ) -> None:
         super().__init__()
+        self._engine_module = module
         self._in_place = in_place
         self._ignore = frozenset(ignore)
         self._placing = Placing(module, name_map=name_map or (lambda name: name), ignore=self._ignore)
@@ -61,6 +62,10 @@ class ModuleWeightLoader(PatchingLoader[LivePatch]):
         self._verified = False
         self._look_again: Callable[[], None] | None = None  # in a bracket, from `verify` on
         self.writes_live = in_place
+
+    @property
+    def device_index(self) -> int | None:
+        return gpu_of(self._engine_module)
 
     def begin(self, manifest: Manifest) -> None:
         check_closed(self._manifest)

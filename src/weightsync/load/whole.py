@@ -218,6 +218,11 @@ def staging_for(
     }
 
 
+def gpu_of(model: nn.Module) -> int | None:
+    """The index of the GPU that a model's first parameter on one is on; None where there is none."""
+    return next((parameter.device.index for parameter in model.parameters() if parameter.is_cuda), None)
+
+
 def lent(staging: Mapping[str, torch.Tensor], model: nn.Module) -> set[str]:
     """Which staging tensors a model serves from: its own loader took them as they are (`param.data = tensor`, or
     `load_state_dict(assign=True)`). They are the model's from then on, and never written again.

@@ -176,7 +176,7 @@ class BroadcastTransferSender(WindowedSender):
         bucket = _grown(self._buckets, seq % NUM_BUCKETS, layout.total_bytes, self._group.device)
         pack(chunk.tensors, layout.offsets, bucket)
         if bucket.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(bucket.device).synchronize()
         return bucket
 
 

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -82,6 +83,22 @@ def test_an_engine_of_a_model_on_the_cpu_leaves_its_hosts_gpu_alone(monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", asked)
     Bench().sync(4)
+
+
+def test_a_transfer_meets_on_the_gpu_of_the_engines_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU. Seen red: on the current one of whoever had made the engine, which NCCL and CUDA IPC refuse."""
+    module, chosen = model(), list[int]()
+    devices = [torch.device("cpu"), torch.device("cuda", 1), torch.device("cuda", 0)]
+    on_gpus = [SimpleNamespace(is_cuda=device.type == "cuda", device=device) for device in devices]
+    monkeypatch.setattr(module, "parameters", lambda: iter(on_gpus))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    bench = Bench(loader=LoaderSpy(module))
+    assert chosen == [1]
+    del on_gpus[1:]
+    bench.worker.init(init())
+    assert chosen == [1, 0], "of a model on the CPU, where somebody uses the GPU"
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
