@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,18 @@ def torch_dtype(name: str) -> torch.dtype:
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     """The spec of a whole tensor."""
     return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+
+
+def gpus_of(tensors: Iterable[torch.Tensor]) -> frozenset[torch.device]:
+    """The GPUs that tensors are on."""
+    return frozenset(tensor.device for tensor in tensors if tensor.is_cuda)
+
+
+def wait_idle(gpus: Iterable[torch.device]) -> None:
+    """Returns when nothing is queued there any more, on whatever stream: an answer that was given may be computed
+    yet."""
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)
 
 
 def write_counter(tensor: torch.Tensor) -> int | None:

@@ -16,7 +16,7 @@ from weightsync.load.patching import LivePatch, check_patchable, kernels
 from weightsync.load.placing import Placing
 from weightsync.load.spans import overlapping
 from weightsync.load.whole import check_closed, check_complete, check_open, check_verified, gpu_of
-from weightsync.tensors import PackedUpdates, spec_of, torch_dtype, write_counter
+from weightsync.tensors import PackedUpdates, gpus_of, spec_of, torch_dtype, wait_idle, write_counter
 from weightsync.types import Full, HeldTensor, Manifest, Patch, TensorSpec, Update, Version, dtype_name
 
 
@@ -268,9 +268,11 @@ class ModuleWeightLoader(PatchingLoader[LivePatch]):
 
     def _writes(self, names: Iterable[str]) -> None:
         """From here on the targets of these may be half-written."""
-        self._loaded.update(names)
         if self._in_place:
+            if not self._loaded:
+                wait_idle(gpus_of(self._placed.values()))
             self._healthy = False  # until commit
+        self._loaded.update(names)
 
 
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")

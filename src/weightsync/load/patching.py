@@ -23,7 +23,7 @@ from weightsync.addresses import loops
 from weightsync.errors import InvalidRequestError, LoadError, ManifestMismatchError, UnsupportedError
 from weightsync.load.live_plan import place
 from weightsync.load.spans import overlaps_itself
-from weightsync.tensors import byte_array, spec_of
+from weightsync.tensors import byte_array, gpus_of, spec_of, wait_idle
 from weightsync.types import Patch, TensorSpec
 from weightsync.types.process import num_cores
 
@@ -72,6 +72,7 @@ class LivePatch:
     def __init__(self) -> None:
         self._parts: dict[str, _Part] = {}
         self._turns: list[_Turn] = []
+        self._gpus: frozenset[torch.device] = frozenset()
         self._num_threads = 1
         self._pool: ThreadPoolExecutor | None = None
 
@@ -119,6 +120,7 @@ class LivePatch:
         """
         self.check_memory()
         self._turns = _turns(self._parts)
+        self._gpus = gpus_of(part.live for part in self._parts.values())
         if self._pool is None:
             self._num_threads = min(num_cores(), _MAX_THREADS)
             self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="weightsync-patch")
@@ -130,12 +132,13 @@ class LivePatch:
             yield part.change
 
     def apply(self) -> None:
-        """Writes the new elements.
+        """Writes the new elements, once what is queued on their GPU's streams has read the old ones.
 
         Raises:
             LoadError: an element was not the one that was gathered, or is not the one that was written. Some, all or
                 none of the change is there: `undo`.
         """
+        wait_idle(self._gpus)
         self._run("apply")
 
     def undo(self) -> None:
@@ -211,6 +214,7 @@ class _Part:
         change: it.
         piece: what is done, whole: `cuts` are what is done at a time. Each step of one returns how many elements are
             not as they should be; a tensor of it where torch counts them. None: nothing is.
+        live: the live tensor.
         on_device: whether the live tensor is not in host memory.
     """
 
@@ -219,13 +223,13 @@ class _Part:
         kind: type[_PlainPiece | _StridedPiece] = _PlainPiece if _is_plain(live) else _StridedPiece
         self.piece = kind(live, change) if change.positions.numel() else None
         self.on_device = live.device.type != "cpu"
-        self._live = live
+        self.live = live
         self._place = place(live)
 
     @property
     def moved(self) -> bool:
         """Whether the live tensor is in other memory than it was."""
-        return place(self._live) != self._place
+        return place(self.live) != self._place
 
 
 class _PlainPiece:

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.contract.test_loader_contract import Model, weights
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
+from weightsync.load import module as loading
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.testing.contracts import bytes_of, manifest_of
 from weightsync.types import Full, Patch, Version
@@ -141,6 +142,24 @@ def test_in_place_a_refused_update_before_any_byte_was_written_loses_nothing() -
         loader.load_weights([Full(name="up.bias", tensor=torch.zeros(8).bfloat16())])
     loader.abort("refused")
     assert loader.healthy
+
+
+def test_in_place_nothing_is_written_before_what_its_gpu_has_queued_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU; with one: tests/gpu/test_cuda_streams.py. Seen red: an answer that was computed yet was of two
+    versions."""
+    module, gpu = Model(), torch.device("cuda", 1)
+    before = bytes_of(module.embed.weight)
+    seen: list[tuple[torch.device, bool]] = []
+    monkeypatch.setattr(loading, "gpus_of", lambda tensors: {gpu} if list(tensors) else set())
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda gpu: seen.append((gpu, bytes_of(module.embed.weight) == before))
+    )
+    for number in (1, 2):
+        sync(ModuleWeightLoader(module, in_place=True), weights(number), number)
+        before = bytes_of(module.embed.weight)
+    assert seen == [(gpu, True)] * 2, "once a version"
+    sync(ModuleWeightLoader(module), weights(3), 3)
+    assert len(seen) == 2, "the spare set is nobody's"
 
 
 def test_in_place_a_copy_that_failed_half_way_counts_as_written() -> None:

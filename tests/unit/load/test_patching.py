@@ -175,6 +175,24 @@ def calls_of_a_good_commit(monkeypatch: pytest.MonkeyPatch) -> int:
     return counted.calls
 
 
+@modes
+def test_a_patch_is_written_when_what_its_gpu_has_queued_is_done(
+    in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU; with one: tests/gpu/test_cuda_streams.py. Seen red: an answer that was computed yet was of two
+    versions."""
+    gpu, seen = torch.device("cuda", 1), list[tuple[torch.device, bool]]()
+    monkeypatch.setattr(patching, "gpus_of", lambda tensors: {gpu} if list(tensors) else set())
+    module = nn.Linear(7, 5)
+    before = live_bytes(module)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: seen.append((gpu, live_bytes(module) == before)))
+    loader, after = prepared(module, in_place=in_place)
+    assert seen == []
+    loader.commit(V2)
+    assert seen == [(gpu, True)]
+    assert is_now(module, after)
+
+
 @pytest.mark.usefixtures("tiny_pieces")
 @modes
 @pytest.mark.parametrize("fault", ["raise", "another writer", "lost"])
