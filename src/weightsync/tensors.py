@@ -35,6 +35,12 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
 
 
+def own_streams() -> list[torch.cuda.Stream]:
+    """This thread's streams, of every device where it is not the default one, which a new thread has anyway."""
+    found = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
+    return [stream for stream in found if stream != torch.cuda.default_stream(stream.device)]
+
+
 def gpus_of(tensors: Iterable[torch.Tensor]) -> frozenset[torch.device]:
     """The GPUs that tensors are on."""
     return frozenset(tensor.device for tensor in tensors if tensor.is_cuda)

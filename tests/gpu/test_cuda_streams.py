@@ -3,12 +3,14 @@ is not written into. Needs a CUDA GPU."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 import torch
 
 from tests.gpu.parts_ipc import CYCLES, prove_streams
+from weightsync.adapters.compat import calls
 from weightsync.handles.fanout import in_thread
 from weightsync.load.module import ModuleWeightLoader
 from weightsync.testing.contracts import manifest_of
@@ -89,3 +91,10 @@ def test_what_a_generation_has_queued_is_computed_with_the_old_weights(kind: str
     torch.cuda.synchronize()
     assert bool((answer == 64.0).all())
     assert bool((model.weight == 2.0).all())
+
+
+def test_what_the_documents_calls_run_in_a_thread_is_on_the_callers_stream() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        there = asyncio.run(calls.in_thread(torch.cuda.current_stream))
+    assert there == stream

@@ -29,6 +29,7 @@ from weightsync.errors import (
 )
 from weightsync.extract.base import WeightExtractor
 from weightsync.observe import Recorder
+from weightsync.tensors import own_streams
 from weightsync.trainer.ranks import TrainingRanks
 from weightsync.trainer.sharing import RankSharing
 from weightsync.transfer.native import clear_frames
@@ -83,7 +84,7 @@ class LockstepExtraction:
     def start(self) -> None:
         """Starts the thread. No collective of the trainer may run until `finish`, which says where none can be had."""
         if self._device is not None:
-            self._streams = _own_streams()
+            self._streams = own_streams()
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -274,9 +275,3 @@ def gather(
         if isinstance(error, Exception) and typed is not error:
             raise typed from error
         raise
-
-
-def _own_streams() -> list[torch.cuda.Stream]:
-    """This thread's streams, of every device where it is not the default one, which a new thread has anyway."""
-    found = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
-    return [stream for stream in found if stream != torch.cuda.default_stream(stream.device)]

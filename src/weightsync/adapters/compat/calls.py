@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -14,6 +15,7 @@ import torch
 
 from weightsync.config import WeightSyncConfig
 from weightsync.errors import DeadlineExceededError
+from weightsync.tensors import own_streams
 from weightsync.types.deadline import in_seconds
 
 _T = TypeVar("_T")
@@ -57,13 +59,18 @@ def _off_the_loop(run: Callable[[Coroutine[Any, Any, _T]], _T], step: Coroutine[
 
 
 def _on_this_gpu(step: Callable[[], _T]) -> Callable[[], _T]:
-    """For another thread, which has none chosen."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    """For another thread, which has none chosen; on this one's streams, where more may be queued for the step."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not in_use:
+        return step
+    device, streams = torch.cuda.current_device(), own_streams()
 
     def on_device() -> _T:
-        if device is not None:
-            torch.cuda.set_device(device)
-        return step()
+        with contextlib.ExitStack() as stack:  # the thread may be a pool's
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            torch.cuda.set_device(device)  # last: a stream's device becomes the current one
+            return step()
 
     return on_device
 

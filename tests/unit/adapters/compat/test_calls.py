@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from weightsync.adapters.compat.calls import answer_of, each_of
+from weightsync.adapters.compat.calls import answer_of, each_of, in_thread
 from weightsync.errors import DeadlineExceededError
 
 
@@ -47,3 +49,37 @@ def test_an_async_generator_runs_in_one_thread_from_end_to_end() -> None:
         return list(each_of(source()))
 
     assert asyncio.run(beside_a_loop()) == list(each_of(source())) == [False] * 3
+
+
+def test_what_blocks_runs_in_a_thread_on_the_callers_cuda_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU; with one: tests/gpu/test_cuda_streams.py. Seen red: on the default stream, which waits for none of
+    them: bytes of the step before were sent, and proved."""
+    caller, seen = threading.get_ident(), list[tuple[str, int, bool]]()
+
+    class Stream(NamedTuple):
+        number: int
+        device: int
+
+    def current(index: int) -> Stream:
+        assert threading.get_ident() == caller, "asked by the caller: a stream is a thread's own"
+        return Stream(7 if index == 1 else 0, index)
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        seen.append(("stream", stream.device, threading.get_ident() == caller))
+        yield
+        seen.append(("left", stream.device, threading.get_ident() == caller))
+
+    for name, fake in {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "current_device": lambda: 0,
+        "device_count": lambda: 2,
+        "current_stream": current,
+        "default_stream": lambda index: Stream(0, index),
+        "stream": on,
+        "set_device": lambda device: seen.append(("device", device, threading.get_ident() == caller)),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    asyncio.run(in_thread(lambda: seen.append(("step", 0, threading.get_ident() == caller))))
+    assert seen == [("stream", 1, False), ("device", 0, False), ("step", 0, False), ("left", 1, False)]
