@@ -210,7 +210,7 @@ def test_a_patch_on_another_base_is_refused_and_loaded_in_full(trainer: Trainer,
         "nothing served": {},
     }[wrong]
     if wrong == "nothing served":
-        rig.loading._ready(pulled, Deadline(LONG_S))
+        rig.loading._ready(pulled, Deadline(LONG_S), of_fleet=False)
     session = Session(rig, pulled, **base)
     with pytest.raises(VersionError):
         session.begin()
