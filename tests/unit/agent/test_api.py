@@ -25,7 +25,7 @@ from weightsync.plan.safetensors import plan_layout
 from weightsync.tensors import byte_array, spec_of
 from weightsync.types import Deadline, Manifest, PhaseRecord, Version
 from weightsync.types.agent_config import AgentConfig
-from weightsync.types.agent_messages import Event, NotPublished, Published, TransferBegun, TransferDone
+from weightsync.types.agent_messages import DeltaBegun, Event, NotPublished, Published, TransferBegun, TransferDone
 from weightsync.types.layout import GrantMessage, KnownLayouts
 from weightsync.types.publication import Publication, Source
 from weightsync.types.transfer_messages import DeltaBase, FinishRequest, RegisterRequest, TransferRequest
@@ -61,7 +61,8 @@ class Beside:
         return segment
 
     def told(self) -> tuple[str, int]:
-        event = self.events.get(timeout=30)
+        while isinstance(event := self.events.get(timeout=30), DeltaBegun):
+            pass  # that of the version that is told of next
         assert isinstance(event, Published | NotPublished | TransferBegun | TransferDone)
         return str(event.__struct_config__.tag), event.version.number
 
