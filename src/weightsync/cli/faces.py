@@ -99,7 +99,8 @@ class Face:
             except _NO_SIGN:
                 raise
             except WeightSyncError as error:
-                self._odd = self._odd or self._said_by_ours(error)
+                said = self._said_by_ours(error)  # a failure is worth more than that there is no such path
+                self._odd = (self._odd or said) if isinstance(error, UnsupportedError) else (said or self._odd)
                 continue
             self._known = way
             return seen

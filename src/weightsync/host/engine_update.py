@@ -216,7 +216,8 @@ class EngineUpdate:
         try:
             self._join(pulled, reply, deadline)
         except VersionError:  # the engine knows another run as the newer one
-            if not of_fleet:
+            is_served = reply.version is not None and reply.version.run_id == pulled.version.run_id
+            if not (of_fleet and is_served):  # it may be another trainer's by now, that has committed
                 raise
             self._join(pulled, reply, deadline, returns=True)
         return reply

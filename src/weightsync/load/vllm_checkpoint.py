@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import torch
@@ -77,14 +78,28 @@ class CheckpointTensors:
                 what = f"the trainer sends {spec.dtype}, vLLM serves this model as {own} and would convert"
                 hint = f"send {own} (dtype=, --dtype of weightsync check), or start vLLM with --dtype {spec.dtype}"
                 differences.add(spec.name, what, hint=hint)
-            elif dtype.is_floating_point and self._own.get(spec.name, dtype) != dtype:  # a router's float32, say
-                own = dtype_name(self._own[spec.name])
-                what = f"the trainer sends {spec.dtype}, vLLM has this parameter in {own} and would convert"
-                differences.add(
-                    spec.name, what, hint=f'send it so: dtype_overrides={{"{_glob_of(spec.name)}": "{own}"}}'
+            elif dtype.is_floating_point and (lost := self._loses(spec.name, dtype)) is not None:
+                why, overrides = lost
+                hint = (
+                    f'config={{"extract": {{"dtype_overrides": {{{overrides}}}}}}} on the trainer\'s side sends it so'
                 )
+                differences.add(spec.name, why, hint=hint)
         differences.add_missing(name for name, tensor in self._tensor_of.items() if tensor not in taken)
         differences.refuse(lambda: manifest.table.names)
+
+    def _loses(self, name: str, dtype: torch.dtype) -> tuple[str, str] | None:
+        """Why digits of that tensor get lost, and what to override; None where they don't."""
+        own, sent = self._own.get(name), f"the trainer sends {dtype_name(dtype)}"
+        if own == dtype:
+            return None
+        if own is not None and torch.promote_types(own, dtype) != own:
+            why = f"{sent}, vLLM has this parameter in {dtype_name(own)} and would convert"
+            return why, f'"{_glob_of(name)}": "{dtype_name(own)}"'
+        if dtype.itemsize < 4 and torch.float32 in self._dtypes:  # routers choose experts by small differences
+            for kept in getattr(self._skeleton, "_keep_in_fp32_modules_strict", None) or ():
+                if re.search(rf"(^|\.){kept}($|\.)", name):
+                    return f"{sent}, and transformers keeps it in float32", f'"*{kept}*": "float32"'
+        return None
 
     def _build(self) -> None:
         if self._built:
@@ -143,4 +158,4 @@ def _as_files(model: Any, named: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 def _glob_of(name: str) -> str:
     """All tensors that are called alike, in any layer."""
     parts = name.split(".")
-    return ".".join(["*", *parts[-2 if parts[-1] in ("weight", "bias") else -1 :]])
+    return "*" + ".".join(parts[-2 if parts[-1] in ("weight", "bias") else -1 :])

@@ -220,6 +220,8 @@ def staging_for(
 
 def gpu_of(model: nn.Module) -> int | None:
     """The index of the GPU that a model's first parameter on one is on; None where there is none."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None  # at once: a model may have 100,000 parameters
     return next((parameter.device.index for parameter in model.parameters() if parameter.is_cuda), None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Collection
@@ -14,6 +15,7 @@ from weightsync.types.agent_messages import DeltaReport, Event, NotPublished, Pu
 _MAX_MISSED = 256
 _MAX_WHY = 2000
 _MAX_RECEIVERS = 4096
+_LIFE = re.compile(r"(?:-[0-9a-f]{8}(?=/|$)|/\d+/[0-9a-f]{8}$)")
 _AGAIN_S = 15.0
 """A receiver that could not fetch a version tries again within that: hosts pause for 10 s at most."""
 
@@ -128,7 +130,8 @@ class PublishTracker:
         Args:
             version: its number.
             wait_s: where it is not fetched, something new is waited for, so long at most.
-            also: who counts as well, though its first pull has failed and it has not come again.
+            also: who counts as well, though its first pull has failed and it has not come again, under whatever name:
+                each life of a receiver has one of its own.
         """
         with self._changed:
             if wait_s and self._behind(version, also) != ():
@@ -137,7 +140,9 @@ class PublishTracker:
 
     def _behind(self, version: int, also: Collection[str]) -> tuple[str, ...] | None:
         now_s = time.monotonic()
-        at_it = {who for who, until_s in self._at_it.items() if until_s > now_s} | self._cut_off | {*also}
+        at_it = {who for who, until_s in self._at_it.items() if until_s > now_s} | self._cut_off
+        here = {_name(who) for who, newest in self._fetched.items() if newest >= version}
+        at_it |= {who for who in also if _name(who) not in here}
         first = tuple(sorted(at_it - self._fetched.keys()))
         if not self._recent:
             return first or None
@@ -148,3 +153,8 @@ class PublishTracker:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+def _name(receiver_id: str) -> str:
+    """Without the random digits that each life of a receiver has."""
+    return _LIFE.sub("", receiver_id)

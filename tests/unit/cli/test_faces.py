@@ -139,12 +139,13 @@ def test_a_part_of_ours_that_fails_is_not_said_to_be_gone() -> None:
     def fails() -> None:
         raise RuntimeError("of the inside")
 
-    app = Api("weightsync rollout service")
-    app.answer("GET", "/status", fails)
-    with contextlib.closing(ServerThread(app)) as server:
-        code, _, error = run(server.start())
-    assert (code, "this server failed at this request, status 500; its log says why" in error) == (3, True), error
-    assert "nor does" not in error
+    for title, path in (("weightsync rollout service", "/status"), ("weightsync agent", "/get_version")):
+        app = Api(title)
+        app.answer("GET", path, fails)
+        with contextlib.closing(ServerThread(app)) as server:
+            code, _, error = run(server.start())
+        assert (code, "this server failed at this request, status 500; its log says why" in error) == (3, True), error
+        assert "nor does" not in error
 
 
 def test_a_lease_that_is_over_is_wrong_once_something_was_served() -> None:

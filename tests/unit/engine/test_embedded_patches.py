@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.unit.engine.patch_kit import LONG_S, Mixed, Rig, Trainer, held_sums, manifest_of, until, version
+from tests.unit.engine.patch_kit import LONG_S, MODEL_ID, Mixed, Rig, Trainer, held_sums, manifest_of, until, version
 from weightsync.codec.digest import PartSums
 from weightsync.engine import audit
 from weightsync.engine.embedded import EmbeddedEngine
@@ -791,3 +791,22 @@ def test_a_digest_mismatch_is_typed(trainer: Trainer) -> None:
     session.update()
     with pytest.raises(DigestMismatchError, match="with this patch"):
         session.stage()
+
+
+def test_a_fleet_takes_an_engine_back_from_a_run_of_which_it_serves_nothing_and_from_no_other() -> None:
+    """Seen red: it took the engine back from a newer trainer that had committed, who was refused from then on."""
+    one, in_vain, newer, rig = Trainer(1, "one"), Trainer(2, "in-vain"), Trainer(3, "newer"), Rig()
+    others = EngineUpdate(rig.engine, MODEL_ID)
+    try:
+        rig.load(one.pulled())
+        others._ready(in_vain.pulled(), Deadline(LONG_S), of_fleet=True)
+        with pytest.raises(VersionError, match="taken over by in-vain"):
+            rig.loading._ready(one.pulled(), Deadline(LONG_S), of_fleet=False)
+        rig.loading._ready(one.pulled(), Deadline(LONG_S), of_fleet=True)
+        others.load(newer.pulled(), deadline=Deadline(LONG_S))
+        with pytest.raises(VersionError, match="taken over by newer"):
+            rig.loading._ready(one.pulled(), Deadline(LONG_S), of_fleet=True)
+        rig.serves(newer.weights, 1)
+    finally:
+        for trainer in (one, in_vain, newer):
+            trainer.close()

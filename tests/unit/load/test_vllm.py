@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import logging
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -94,20 +95,45 @@ def test_what_vllm_would_load_in_part_or_convert_is_refused(name: str, tensor: t
     loader.begin(manifest(whole))
 
 
-def test_a_parameter_that_vllm_has_in_another_dtype_than_the_model_is_sent_in_that() -> None:
-    """Seen red: a dtype of any parameter was good for each, and float32 routers were rounded to bfloat16."""
+def test_what_transformers_keeps_in_float32_is_sent_in_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the routers' bias of DeepSeek-V3, by whatever name vLLM has it. Seen red: it was rounded to bfloat16."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
+
+    monkeypatch.setattr(Qwen3PreTrainedModel, "_keep_in_fp32_modules_strict", {"k_norm"})
+    model, name = nn.Linear(2, 2).bfloat16(), "model.layers.0.self_attn.k_norm.weight"
+    config = SimpleNamespace(hf_config=hf_config(tied=False), dtype=torch.bfloat16)
+    whole = checkpoint(tied=False)
+    whole = {key: tensor.bfloat16() for key, tensor in whole.items()}
+    VLLMWeightLoader(model, model_config=config).begin(manifest(whole))  # nothing is float32 there
+    model.register_parameter("router", nn.Parameter(torch.zeros(2)))
+    loader = VLLMWeightLoader(model, model_config=config)
+    with pytest.raises(ManifestMismatchError, match="transformers keeps it in float32") as caught:
+        loader.begin(manifest(whole))
+    assert caught.value.parameter == name
+    assert '{"dtype_overrides": {"*k_norm*": "float32"}}' in caught.value.message
+    loader.begin(manifest(replaced(whole, name, torch.zeros(4))))
+
+
+def test_what_vllm_would_round_is_refused_and_what_it_widens_taken() -> None:
+    """A head in float32, as of reward models, takes bfloat16. Seen red: it was refused; the glob matched nothing."""
     model = nn.Module()
+    model.lm_head = nn.Linear(8, 16, bias=False)
     model.model = nn.Linear(2, 2).bfloat16()
-    model.model.norm = nn.LayerNorm(8, bias=False)  # in float32, as vLLM has some routers
+    model.model.norm = nn.LayerNorm(8, bias=False).bfloat16()
     loader = VLLMWeightLoader(
         model, model_config=SimpleNamespace(hf_config=hf_config(tied=False), dtype=torch.bfloat16)
     )
     whole = checkpoint(tied=False)
-    with pytest.raises(ManifestMismatchError, match="vLLM has this parameter in float32") as caught:
-        loader.begin(manifest(whole))
-    assert caught.value.parameter == "model.norm.weight"
-    assert 'dtype_overrides={"*.norm.weight": "float32"}' in caught.value.message
-    loader.begin(manifest(replaced(whole, "model.norm.weight", torch.zeros(8))))
+    loader.begin(manifest(whole))
+    loader.abort("next")
+    for name, glob in (("model.norm.weight", "*norm.weight"), ("lm_head.weight", "*lm_head.weight")):
+        wide = whole[name].double() if name == "lm_head.weight" else whole[name].float()
+        with pytest.raises(ManifestMismatchError, match="would convert") as caught:
+            loader.begin(manifest(replaced(whole, name, wide)))
+        assert caught.value.parameter == name
+        if name == "model.norm.weight":
+            assert f'{{"dtype_overrides": {{"{glob}": "bfloat16"}}}}' in caught.value.message
+            assert fnmatch.fnmatchcase(name, glob)
 
 
 def test_experts_are_taken_as_modules_and_as_files_have_them() -> None:

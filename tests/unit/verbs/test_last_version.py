@@ -82,3 +82,17 @@ def test_one_that_has_failed_and_does_not_come_again_is_named(
     monkeypatch.setattr(publish_tracker, "_AGAIN_S", 0.0)
     manager.tracker.hear(TransferDone(version=VERSION, receiver="host", ok=False))
     assert last.outcome(0.001) == {"host": "its first pull failed, and it has not come again"}
+
+
+@pytest.mark.parametrize("names", [("h-00000001/m", "h-0000000a/m"), ("pull h/7/00000001", "pull h/9/0000000b")])
+def test_one_that_was_started_again_in_its_first_pull_has_it(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
+) -> None:
+    """Under another name. Seen red: it was named."""
+    last = waited(manager)
+    manager.tracker.hear(TransferBegun(version=VERSION, receiver=names[0]))
+    assert last.outcome(0.001) is None
+    monkeypatch.setattr(publish_tracker, "_AGAIN_S", 0.0)
+    manager.tracker.hear(TransferDone(version=VERSION, receiver=names[0], ok=False))
+    manager.tracker.hear(TransferDone(version=VERSION, receiver=names[1], ok=True))
+    assert last.outcome(0.001) == {}
