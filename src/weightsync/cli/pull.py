@@ -31,6 +31,12 @@ def agent(
     advertise: Annotated[str | None, typer.Option(help="Host name that receivers reach it by, without a port.")] = None,
     token: Token = None,
     dtype: Annotated[str | None, typer.Option(help="Convert floating-point tensors, e.g. bfloat16.")] = None,
+    dtype_override: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="GLOB=DTYPE: tensors of these names in another dtype, e.g. '*expert_bias*=float32'; repeatable."
+        ),
+    ] = None,
     every_s: Annotated[float, typer.Option(min=0.1, max=MAX_S, help="How often to look for a change.")] = 1.0,
 ) -> None:
     """Serves a checkpoint folder to rollout hosts, and a new version whenever its files change.
@@ -47,6 +53,7 @@ def agent(
         from weightsync.trainer.folder import FolderPublisher
         from weightsync.trainer.publisher import OffloadReport, WeightManager
 
+        overrides = dict(map(_override, dtype_override or ()))
         sigterm_raises()  # as Ctrl-C does, until the first version is there: its copy may take minutes
         with WeightManager(model_id, dtype=dtype, host=host, port=port, advertise=advertise, token=token) as manager:
 
@@ -65,12 +72,19 @@ def agent(
                     f"{report.seconds:.2f} s"
                 )
 
-            publisher = FolderPublisher(folder, manager, every_s=every_s)
+            publisher = FolderPublisher(folder, manager, every_s=every_s, dtype_overrides=overrides)
             report = publisher.publish()
             stop = stop_event()
             announce(f"serving {folder} as model {model_id!r} at {manager.endpoint}")
             say(report)
             publisher.watch(stop, say)
+
+
+def _override(text: str) -> tuple[str, str]:
+    glob, equals, dtype = text.rpartition("=")
+    if not (glob and equals and dtype):
+        raise ConfigError(f"--dtype-override is GLOB=DTYPE, e.g. '*expert_bias*=float32', not {text!r}")
+    return glob, dtype
 
 
 def pull(

@@ -39,6 +39,7 @@ _CONTROLLER_TOKEN = "WEIGHTSYNC_CONTROLLER_TOKEN"
 _LOOK_S = 0.5
 _MORE_S = 15.0
 """The end of a service waits so much longer than `load_timeout_s`."""
+_HELD = "it was not committed"  # an error of what was staged alone: nothing was paused for it
 _PROGRESS_S = 2.0
 """What takes longer says how far it is."""
 _FIRST_S, _LONGEST_S = 30.0, 600.0
@@ -210,7 +211,11 @@ def _let_end(running: Service) -> list[str]:
     with contextlib.suppress(RuntimeError):  # no thread could be had: it is closed behind this
         closing.result()
     models = running.status().models
-    return [model_id for model_id in sorted(loads) if models[model_id].state == "loading" or models[model_id].errors]
+    return [
+        model_id
+        for model_id in sorted(loads)
+        if models[model_id].state == "loading" or any(_HELD not in why for why in models[model_id].errors.values())
+    ]
 
 
 def _models(pairs: Sequence[str]) -> dict[str, list[str]]:

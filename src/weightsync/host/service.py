@@ -240,11 +240,11 @@ class RolloutService:
                 left.callback(self.relay.close)
             for model in self._models.values():
                 left.callback(model.close)
-            for model in self._models.values():  # no model begins a load while another one's is waited for
-                left.callback(model.end)
             left.callback(self._server.close)
             if self._lender is not None:
                 left.callback(self._lender.close)
+            for model in self._models.values():  # no load begins while others, or what is above, are waited for
+                left.callback(model.end)
 
     def _model(self, model_id: str) -> ModelUpdater:
         model = self._models.get(model_id)

@@ -15,6 +15,8 @@ from weightsync.tensors import torch_dtype
 from weightsync.types import Manifest, dtype_name
 
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ROUTERS = ("e_score_correction_bias", "expert_bias")
+"""In float32 in vLLM, and in each trainer's module, whether transformers says so or not."""
 
 _logger = logging.getLogger(__name__)
 
@@ -81,7 +83,8 @@ class CheckpointTensors:
             elif dtype.is_floating_point and (lost := self._loses(spec.name, dtype)) is not None:
                 why, overrides = lost
                 hint = (
-                    f'config={{"extract": {{"dtype_overrides": {{{overrides}}}}}}} on the trainer\'s side sends it so'
+                    f'config={{"extract": {{"dtype_overrides": {{{overrides}}}}}}} on the trainer\'s side, or '
+                    "--dtype-override of weightsync agent, sends it so"
                 )
                 differences.add(spec.name, why, hint=hint)
         differences.add_missing(name for name, tensor in self._tensor_of.items() if tensor not in taken)
@@ -92,13 +95,13 @@ class CheckpointTensors:
         own, sent = self._own.get(name), f"the trainer sends {dtype_name(dtype)}"
         if own == dtype:
             return None
-        if own is not None and torch.promote_types(own, dtype) != own:
+        if own is not None and (dtype not in _PLAIN or torch.promote_types(own, dtype) != own):
             why = f"{sent}, vLLM has this parameter in {dtype_name(own)} and would convert"
             return why, f'"{_glob_of(name)}": "{dtype_name(own)}"'
         if dtype.itemsize < 4 and torch.float32 in self._dtypes:  # routers choose experts by small differences
-            for kept in getattr(self._skeleton, "_keep_in_fp32_modules_strict", None) or ():
+            for kept in [*_ROUTERS, *(getattr(self._skeleton, "_keep_in_fp32_modules_strict", None) or ())]:
                 if re.search(rf"(^|\.){kept}($|\.)", name):
-                    return f"{sent}, and transformers keeps it in float32", f'"*{kept}*": "float32"'
+                    return f"{sent}, and such numbers are kept in float32", f'"*{kept}*": "float32"'
         return None
 
     def _build(self) -> None:

@@ -54,15 +54,24 @@ class FolderPublisher:
         folder: the checkpoint.
         manager: made for it; closed by the caller.
         every_s: how often to look.
+        dtype_overrides: see `WeightExtractor`.
 
     Raises:
         ConfigError: there is no safetensors file.
     """
 
-    def __init__(self, folder: Path, manager: WeightManager, *, every_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manager: WeightManager,
+        *,
+        every_s: float = 1.0,
+        dtype_overrides: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder = folder
         self._manager = manager
         self._every_s = every_s
+        self._overrides = dtype_overrides
         self._version = 0
         self._published: Look | None = None
         self._named: tuple[Look, frozenset[str]] = {}, frozenset()  # what an index names, and what it was asked for
@@ -84,7 +93,7 @@ class FolderPublisher:
     def _publish(self, seen: Look) -> OffloadReport:
         with contextlib.ExitStack() as stack:
             files = [_CheckpointFile(path, seen, stack) for path in checkpoint_files(self._folder)]
-            extractor = _CheckpointExtractor(files)
+            extractor = _CheckpointExtractor(files, self._overrides)
             self._version += 1
             report = self._manager.offload(extractor, self._version)
         if report.published:
@@ -137,8 +146,9 @@ class FolderPublisher:
                 _logger.warning("%s was not published: %s", self._folder, failure)
 
     def _tried(self, seen: Look, on_published: Callable[[OffloadReport], None]) -> WeightSyncError | OSError | None:
-        """Publishes it; gives what kept it from that. `on_published` may raise that it was not proved; another error of
-        it, as that nobody reads its lines, goes through."""
+        """Publishes it; gives what kept it from that. `on_published` may raise that it was not proved: it is not tried
+        again, for its copy would take the memory of the version before, which is served on. Another error of it, as
+        that nobody reads its lines, goes through."""
         try:
             report = self._publish(seen)
         except (WeightSyncError, OSError) as error:
@@ -146,7 +156,6 @@ class FolderPublisher:
         try:
             on_published(report)
         except WeightSyncError as error:
-            self._published = None  # it was copied alone
             return error
         return None
 
@@ -223,7 +232,7 @@ class _CheckpointFile:
 class _CheckpointExtractor(NamedTensorsExtractor):
     """Reads a tensor when it is asked for, so that one at a time lies in memory."""
 
-    def __init__(self, files: Sequence[_CheckpointFile]) -> None:
+    def __init__(self, files: Sequence[_CheckpointFile], dtype_overrides: Mapping[str, str] | None) -> None:
         self._places: dict[int, tuple[_CheckpointFile, TensorSpec]] = {}
         stand_ins = []
         for file in files:
@@ -231,7 +240,7 @@ class _CheckpointExtractor(NamedTensorsExtractor):
                 stand_in = torch.empty_strided(spec.shape, (0,) * len(spec.shape), dtype=torch_dtype(spec.dtype))
                 self._places[id(stand_in)] = file, spec
                 stand_ins.append((spec.name, stand_in))
-        super().__init__(stand_ins)
+        super().__init__(stand_ins, dtype_overrides=dtype_overrides)
 
     def _local_box(self, tensor: torch.Tensor) -> Box | None:
         return whole_box(tuple(tensor.shape))

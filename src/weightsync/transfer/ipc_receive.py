@@ -156,11 +156,13 @@ class IpcTransferReceiver(WeightTransferReceiver):
 
 
 def borrowers() -> list[MemoryBorrower]:
-    """What this process can open: the memory of its current GPU, where it has one, and of its host."""
+    """What this process can open: the memory of its current GPU, of the others that it sees, and of its host."""
     found: list[MemoryBorrower] = [ShmBorrower()]
     if torch.cuda.is_available():
         try:
-            found.insert(0, CudaBorrower(torch.device("cuda", torch.cuda.current_device())))
+            mine = torch.cuda.current_device()
+            others = [index for index in range(torch.cuda.device_count()) if index != mine]
+            found[:0] = [CudaBorrower(torch.device("cuda", index)) for index in (mine, *others)]
         except (UnsupportedError, RuntimeError) as error:  # not NVIDIA's, or this is a fork of who used it
             _logger.warning("memory of the GPU is not opened here: %s", error)
     return found

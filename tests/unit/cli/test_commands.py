@@ -176,6 +176,12 @@ def test_what_is_no_number_is_in_no_range(words: tuple[str, ...]) -> None:
     assert "Input should be" in output
 
 
+def test_a_dtype_override_names_tensors_and_a_dtype() -> None:
+    for text in ("float32", "=float32", "*bias="):
+        code, output = run("agent", ".", "--dtype-override", text)
+        assert (code, "--dtype-override is GLOB=DTYPE" in output) == (2, True), output
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_what_the_terminal_has_no_letters_for_is_spelled_out(encoding: str, tmp_path: Path) -> None:
     """Seen red: a UnicodeEncodeError with a traceback, when all was done."""
@@ -396,14 +402,15 @@ serving.serve = lambda *_, **__: Loads()
 """A service with a load that ends when somebody opens `pipe` to write."""
 
 
-@pytest.mark.parametrize("then", ["nothing", "a second signal", "nobody reads its lines", "it fails"])
+@pytest.mark.parametrize("then", ["nothing", "a second signal", "nobody reads its lines", "it fails", "it was staged"])
 def test_a_host_that_is_ended_within_a_load_waits_for_it_and_at_a_second_signal_does_not(
     then: str, tmp_path: Path
 ) -> None:
     """Nobody else resumes its engines. Seen red: it said nothing, whatever came of the load, and heard no second
     signal."""
     os.mkfifo(pipe := str(tmp_path / "pipe"))
-    errors = {"vllm-0": "it has failed"} if then == "it fails" else {}
+    held = "TransferAbortedError: it was not committed: the service ends"
+    errors = {"vllm-0": {"it fails": "it has failed", "it was staged": held}[then]} if then.startswith("it ") else {}
     process = started("serve", "--engine", "actor=http://127.0.0.1:9", before=LOADS.format(pipe=pipe, errors=errors))
     assert process.stdout is not None
     assert process.stderr is not None

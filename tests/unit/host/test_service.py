@@ -680,6 +680,25 @@ def test_no_load_begins_in_a_service_that_ends(world: World, monkeypatch: pytest
     assert EngineOp.BEGIN not in world.engines["a"].calls
 
 
+def test_no_load_begins_while_a_service_waits_for_its_server_to_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen red: for ten seconds behind the signal."""
+    world.agents = {OLD: Agent("r1", 1)}
+    world.serve("a")
+    model, server = world.service._models[MODEL], world.service._server
+    seen: list[bool] = []
+    close = server.close
+
+    def closes() -> None:
+        seen.append(model._closed)
+        close()
+
+    monkeypatch.setattr(server, "close", closes)
+    world.service.close()
+    assert seen == [True]
+
+
 def test_an_engine_that_never_lets_go_holds_nobody(world: World) -> None:
     """Its handle knows no deadline: others go on with other memory, and what it reads is kept as long as it does."""
     world.agents = {OLD: Agent("r1", 1)}

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.unit.load.test_patching import Kernels
 from weightsync.errors import LoadError, ManifestMismatchError, StateError, UnsupportedError
-from weightsync.load import patching, vllm_reload
+from weightsync.load import patching, vllm_checkpoint, vllm_reload
 from weightsync.load.vllm import VLLMWeightLoader
 from weightsync.load.vllm_layers import LayerNotes
 from weightsync.load.vllm_trust import _NO_HOOK
@@ -95,11 +95,15 @@ def test_what_vllm_would_load_in_part_or_convert_is_refused(name: str, tensor: t
     loader.begin(manifest(whole))
 
 
-def test_what_transformers_keeps_in_float32_is_sent_in_that(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("said", [True, False], ids=["by transformers", "by nobody"])
+def test_what_trainers_keep_in_float32_is_sent_in_that(said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the routers' bias of DeepSeek-V3, by whatever name vLLM has it. Seen red: it was rounded to bfloat16."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 
-    monkeypatch.setattr(Qwen3PreTrainedModel, "_keep_in_fp32_modules_strict", {"k_norm"})
+    if said:
+        monkeypatch.setattr(Qwen3PreTrainedModel, "_keep_in_fp32_modules_strict", {"k_norm"})
+    else:  # as of MiniMax-M2
+        monkeypatch.setattr(vllm_checkpoint, "_ROUTERS", ("k_norm",))
     model, name = nn.Linear(2, 2).bfloat16(), "model.layers.0.self_attn.k_norm.weight"
     config = SimpleNamespace(hf_config=hf_config(tied=False), dtype=torch.bfloat16)
     whole = checkpoint(tied=False)
@@ -107,7 +111,7 @@ def test_what_transformers_keeps_in_float32_is_sent_in_that(monkeypatch: pytest.
     VLLMWeightLoader(model, model_config=config).begin(manifest(whole))  # nothing is float32 there
     model.register_parameter("router", nn.Parameter(torch.zeros(2)))
     loader = VLLMWeightLoader(model, model_config=config)
-    with pytest.raises(ManifestMismatchError, match="transformers keeps it in float32") as caught:
+    with pytest.raises(ManifestMismatchError, match="such numbers are kept in float32") as caught:
         loader.begin(manifest(whole))
     assert caught.value.parameter == name
     assert '{"dtype_overrides": {"*k_norm*": "float32"}}' in caught.value.message
@@ -120,20 +124,19 @@ def test_what_vllm_would_round_is_refused_and_what_it_widens_taken() -> None:
     model.lm_head = nn.Linear(8, 16, bias=False)
     model.model = nn.Linear(2, 2).bfloat16()
     model.model.norm = nn.LayerNorm(8, bias=False).bfloat16()
+    model.packed = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn), requires_grad=False)
     loader = VLLMWeightLoader(
         model, model_config=SimpleNamespace(hf_config=hf_config(tied=False), dtype=torch.bfloat16)
     )
-    whole = checkpoint(tied=False)
+    whole, name = checkpoint(tied=False), "model.norm.weight"
     loader.begin(manifest(whole))
     loader.abort("next")
-    for name, glob in (("model.norm.weight", "*norm.weight"), ("lm_head.weight", "*lm_head.weight")):
-        wide = whole[name].double() if name == "lm_head.weight" else whole[name].float()
-        with pytest.raises(ManifestMismatchError, match="would convert") as caught:
-            loader.begin(manifest(replaced(whole, name, wide)))
+    for other in (torch.float32, torch.float8_e4m3fn):
+        with pytest.raises(ManifestMismatchError, match="vLLM has this parameter in bfloat16 and would conv") as caught:
+            loader.begin(manifest(replaced(whole, name, whole[name].to(other))))
         assert caught.value.parameter == name
-        if name == "model.norm.weight":
-            assert f'{{"dtype_overrides": {{"{glob}": "bfloat16"}}}}' in caught.value.message
-            assert fnmatch.fnmatchcase(name, glob)
+        assert '{"dtype_overrides": {"*norm.weight": "bfloat16"}}' in caught.value.message
+    assert fnmatch.fnmatchcase(name, "*norm.weight")
 
 
 def test_experts_are_taken_as_modules_and_as_files_have_them() -> None:

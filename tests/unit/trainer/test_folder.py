@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from weightsync.clients.agent import AgentClient
 from weightsync.errors import ConfigError, SharedMemoryError, StateError
 from weightsync.host.puller import Puller
 from weightsync.trainer.folder import FolderPublisher, Look
@@ -324,24 +325,40 @@ def test_a_version_whose_memory_was_taken_away_is_published_anew(tmp_path: Path,
     assert news.empty(), "once is enough"
 
 
-def test_what_was_copied_and_not_proved_is_published_again(tmp_path: Path, manager: DisturbedManager) -> None:
-    """Nothing else would come. Seen red: it counted as published, and was never tried again."""
+def test_what_was_copied_and_not_proved_leaves_the_version_before_where_it_is(
+    tmp_path: Path, manager: DisturbedManager
+) -> None:
+    """Its agent serves that one on. Seen red: the version was tried again, in that one's memory."""
     write(tmp_path, 1)
     publisher = publisher_of(tmp_path, manager)
-    publisher.publish()
-    fail = [StateError("version 2 was not published: the agent died 4 times")] * 2
+    first = publisher.publish()
+    assert manager._steps is not None
+    buffer = manager._steps.buffer
+    assert buffer is not None
+    served = buffer._current
+    tries: list[int] = []
 
-    def proves(_: OffloadReport) -> None:
-        if fail:
-            raise fail.pop()
+    def proves(report: OffloadReport) -> None:
+        tries.append(report.version.number)
+        raise StateError("it was not published: the agent died 4 times")
 
-    with watched(publisher, proves) as news:
+    with watched(publisher, proves):
         write(tmp_path, 2)
-        report = news.get(timeout=30)
-        assert not fail
-        assert equal(published(report), 2)
-        publisher.wait_looks(15)
-    assert news.empty()
+        publisher.wait_looks(40)
+    assert tries == [first.version.number + 1]
+    assert served is not None
+    assert served is not buffer._current
+
+
+def test_some_tensors_may_have_a_dtype_of_their_own(tmp_path: Path) -> None:
+    """As an engine has them, whatever the others are converted to. Seen red: no option said so."""
+    write(tmp_path, 1.5)
+    with WeightManager("m", dtype="bfloat16") as manager:
+        FolderPublisher(tmp_path, manager, dtype_overrides={"b*": "float32"}).publish()
+        manager.wait_published(1, timeout_s=60)
+        with contextlib.closing(AgentClient(manager.endpoint)) as client:
+            dtypes = {spec.name: spec.dtype for spec in client.manifest().publication.manifest.tensors}
+    assert dtypes == {"w": "bfloat16", "n": "int64", "e": "bfloat16", "b": "float32"}
 
 
 def test_a_reader_of_its_lines_that_has_gone_ends_it(tmp_path: Path, manager: DisturbedManager) -> None:

@@ -543,11 +543,23 @@ def test_where_the_gpu_can_not_be_used_host_memory_is_opened_all_the_same(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", fails if isinstance(fault, RuntimeError) else lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(ipc_receive, "CudaBorrower", fails)
     ends = Ends(packed=True)
     (got, _, _) = ends.receive(ends.request(chunk_of(4), 0))
     assert int(got[0]) == 4
     ends.close()
+
+
+def test_memory_of_each_gpu_that_is_seen_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the current one first. Seen red: a trainer beside it had to be on the engine's own."""
+    opened: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(ipc_receive, "CudaBorrower", lambda device: opened.append(device.index))
+    assert len(ipc_receive.borrowers()) == 4
+    assert opened == [1, 0, 2]
 
 
 def test_a_receiver_that_opened_nothing_of_the_gpu_closes_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
