@@ -26,6 +26,7 @@ from tests.multiproc.pull_kit import (
     wait_until,
 )
 from tests.standins.processes import Child, ChildFailedError, children, free_port
+from weightsync.clients.agent import AgentClient
 from weightsync.errors import EngineUnreachableError
 
 Start = Callable[..., Child]
@@ -151,10 +152,12 @@ def kill_agents(start: Start, folder: Path, rounds: int) -> None:
     pids = [trainer.agent_pid]
     trainer.publish(0)
     receiver.pull(trainer.endpoint)
-    for number, phase in enumerate(phase for _ in range(rounds) for phase in AGENT):
-        version = 2 * number + 1
+    version = 0
+    for phase in (phase for _ in range(rounds) for phase in AGENT):
         if "delta" in phase:
             trainer.await_delta_codec()
+            version = _until_a_delta(trainer, receiver, version)
+        version += 1
         hooks[phase].set()
         began = time.monotonic()
         said = trainer.offload(version)
@@ -164,13 +167,26 @@ def kill_agents(start: Start, folder: Path, rounds: int) -> None:
         said = asks.pull(trainer.endpoint, at_least=(run_of(SPARSE), version))
         hooks[phase].reached(RECOVERY_S)  # after its last word to this receiver, perhaps
         assert said["right"], phase
-        assert trainer.publish(version + 1)["published"], phase
-        assert receiver.pull(trainer.endpoint, at_least=(run_of(SPARSE), version + 1))["right"], phase
+        version += 1
+        assert trainer.publish(version)["published"], phase
+        assert receiver.pull(trainer.endpoint, at_least=(run_of(SPARSE), version))["right"], phase
         assert time.monotonic() - began < RECOVERY_S, phase
         pids.append(trainer.ask("agent"))
         assert pids[-1] != pids[-2], f"{phase}: the agent was not killed"
     trainer.ask("close")
     assert shm_of(trainer.pid, *pids) == []
+
+
+def _until_a_delta(trainer: Trainer, receiver: Receiver, version: int) -> int:
+    """Publishes until a version has one, which agents behind one that died of a delta rest from; gives its number."""
+    with contextlib.closing(AgentClient(trainer.endpoint)) as agent:
+        for _ in range(6):
+            if agent.capabilities()["why_no_delta"] is None:
+                return version
+            version += 1
+            assert trainer.publish(version)["published"]
+            assert receiver.pull(trainer.endpoint, at_least=(run_of(SPARSE), version))["right"]
+        raise AssertionError(agent.capabilities()["why_no_delta"])
 
 
 def kill_receivers(start: Start, folder: Path, rounds: int) -> None:

@@ -240,11 +240,11 @@ class RolloutService:
                 left.callback(self.relay.close)
             for model in self._models.values():
                 left.callback(model.close)
-            left.callback(self._server.close)
-            if self._lender is not None:
-                left.callback(self._lender.close)
-            for model in self._models.values():  # no load begins while others, or what is above, are waited for
-                left.callback(model.end)
+            ends = [model.end for model in self._models.values()]  # no load begins while something else is waited for
+            leaves = () if self._lender is None else (self._lender.close,)
+            in_fleet = self.config.controller is not None  # a fleet is told first: it would wait for what was prepared
+            for step in (*ends, self._server.close, *leaves) if in_fleet else (self._server.close, *leaves, *ends):
+                left.callback(step)
 
     def _model(self, model_id: str) -> ModelUpdater:
         model = self._models.get(model_id)

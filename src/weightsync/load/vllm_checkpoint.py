@@ -16,7 +16,7 @@ from weightsync.types import Manifest, dtype_name
 
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ROUTERS = ("e_score_correction_bias", "expert_bias")
-"""In float32 in vLLM, and in each trainer's module, whether transformers says so or not."""
+"""In float32 in vLLM, whether transformers says so or not; who has them in less loses nothing by the override."""
 
 _logger = logging.getLogger(__name__)
 

@@ -74,6 +74,7 @@ class FolderPublisher:
         self._overrides = dtype_overrides
         self._version = 0
         self._published: Look | None = None
+        self._serves = True  # False: what was served was taken away
         self._named: tuple[Look, frozenset[str]] = {}, frozenset()  # what an index names, and what it was asked for
         checkpoint_files(folder)
 
@@ -137,6 +138,7 @@ class FolderPublisher:
                 continue
             if is_lost and not num_failed:
                 _logger.warning("%s is published anew: somebody took its shared memory away", self._folder)
+            self._serves = self._serves and not is_lost
             failure = self._tried(seen, on_published)
             num_failed = 0 if failure is None else num_failed + 1
             if failure is not None:
@@ -147,8 +149,8 @@ class FolderPublisher:
 
     def _tried(self, seen: Look, on_published: Callable[[OffloadReport], None]) -> WeightSyncError | OSError | None:
         """Publishes it; gives what kept it from that. `on_published` may raise that it was not proved: it is not tried
-        again, for its copy would take the memory of the version before, which is served on. Another error of it, as
-        that nobody reads its lines, goes through."""
+        again where one before it is served, for its copy would take that one's memory. Another error of it, as that
+        nobody reads its lines, goes through."""
         try:
             report = self._publish(seen)
         except (WeightSyncError, OSError) as error:
@@ -156,7 +158,9 @@ class FolderPublisher:
         try:
             on_published(report)
         except WeightSyncError as error:
+            self._published = self._published if self._serves else None
             return error
+        self._serves = True
         return None
 
     def _look(self) -> Look:

@@ -158,13 +158,19 @@ class IpcTransferReceiver(WeightTransferReceiver):
 def borrowers() -> list[MemoryBorrower]:
     """What this process can open: the memory of its current GPU, of the others that it sees, and of its host."""
     found: list[MemoryBorrower] = [ShmBorrower()]
-    if torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        return found
+    try:
+        mine = torch.cuda.current_device()
+        indices = sorted(range(torch.cuda.device_count()), key=lambda index: index != mine)
+    except RuntimeError as error:  # this is a fork of who used it
+        _logger.warning("memory of GPUs is not opened here: %s", error)
+        return found
+    for index in indices:
         try:
-            mine = torch.cuda.current_device()
-            others = [index for index in range(torch.cuda.device_count()) if index != mine]
-            found[:0] = [CudaBorrower(torch.device("cuda", index)) for index in (mine, *others)]
-        except (UnsupportedError, RuntimeError) as error:  # not NVIDIA's, or this is a fork of who used it
-            _logger.warning("memory of the GPU is not opened here: %s", error)
+            found.insert(-1, CudaBorrower(torch.device("cuda", index)))
+        except (UnsupportedError, RuntimeError) as error:  # not NVIDIA's, or it is no more
+            _logger.warning("memory of GPU %d is not opened here: %s", index, error)
     return found
 
 

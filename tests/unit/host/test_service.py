@@ -680,23 +680,28 @@ def test_no_load_begins_in_a_service_that_ends(world: World, monkeypatch: pytest
     assert EngineOp.BEGIN not in world.engines["a"].calls
 
 
-def test_no_load_begins_while_a_service_waits_for_its_server_to_end(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("in_fleet", [False, True])
+def test_the_order_in_which_a_service_ends(
+    in_fleet: bool, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Seen red: for ten seconds behind the signal."""
+    """No load begins while it waits for something else. But a fleet is told first that it leaves. Seen red: loads began
+    for ten seconds behind the signal; a sync of the whole fleet failed with it."""
     world.agents = {OLD: Agent("r1", 1)}
-    world.serve("a")
-    model, server = world.service._models[MODEL], world.service._server
-    seen: list[bool] = []
-    close = server.close
-
-    def closes() -> None:
-        seen.append(model._closed)
-        close()
-
-    monkeypatch.setattr(server, "close", closes)
-    world.service.close()
-    assert seen == [True]
+    world.agents[OLD].raises = EngineUnreachableError("not up yet")
+    fleet: dict[str, Any] = {"controller": "http://127.0.0.1:9"} if in_fleet else {}
+    world.serve("a", lease=ServingLease(str(tmp_path / "lease")), **fleet)
+    service, seen = world.service, list[str]()
+    assert service._lender is not None
+    for name, part, call in (
+        ("no loads", service._models[MODEL], "end"),
+        ("server", service._server, "close"),
+        ("lease", service._lender, "close"),
+    ):
+        real = getattr(part, call)
+        monkeypatch.setattr(part, call, lambda name=name, real=real: (seen.append(name), real())[1])
+    service.close()
+    order = ["lease", "server", "no loads"] if in_fleet else ["no loads", "lease", "server"]
+    assert list(dict.fromkeys(seen)) == order
 
 
 def test_an_engine_that_never_lets_go_holds_nobody(world: World) -> None:

@@ -350,6 +350,29 @@ def test_what_was_copied_and_not_proved_leaves_the_version_before_where_it_is(
     assert served is not buffer._current
 
 
+def test_what_is_published_anew_and_not_proved_is_tried_again(tmp_path: Path, manager: DisturbedManager) -> None:
+    """Nobody has anything then. Seen red: the folder had to change first."""
+    write(tmp_path, 1)
+    publisher = publisher_of(tmp_path, manager)
+    fail = [StateError("it was not published: the agent died 4 times")] * 2
+
+    def proves(_: OffloadReport) -> None:
+        if fail:
+            raise fail.pop()
+
+    manager.wait_published(publisher.publish().version.number, timeout_s=60)
+    with watched(publisher, proves) as news:
+        assert manager._steps is not None
+        assert manager._steps.buffer is not None
+        for segment in manager._steps.buffer._segments:
+            os.unlink(f"/dev/shm/{segment.name}")
+        report = news.get(timeout=60)
+        assert not fail
+        assert equal(published(report), 1)
+        publisher.wait_looks(15)
+    assert news.empty()
+
+
 def test_some_tensors_may_have_a_dtype_of_their_own(tmp_path: Path) -> None:
     """As an engine has them, whatever the others are converted to. Seen red: no option said so."""
     write(tmp_path, 1.5)
