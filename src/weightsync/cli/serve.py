@@ -37,9 +37,6 @@ _SOURCE_TOKEN = "WEIGHTSYNC_SOURCE_TOKEN"
 _ENGINE_TOKEN = "WEIGHTSYNC_ENGINE_TOKEN"
 _CONTROLLER_TOKEN = "WEIGHTSYNC_CONTROLLER_TOKEN"
 _LOOK_S = 0.5
-_MORE_S = 15.0
-"""The end of a service waits so much longer than `load_timeout_s`."""
-_HELD = "it was not committed"  # an error of what was staged alone: nothing was paused for it
 _PROGRESS_S = 2.0
 """What takes longer says how far it is."""
 _FIRST_S, _LONGEST_S = 30.0, 600.0
@@ -189,6 +186,8 @@ def _let_end(running: Service) -> list[str]:
         Models whose load has failed meanwhile, or has not ended.
     """
     from weightsync.handles.fanout import in_thread
+    from weightsync.host.commit_gate import NOT_COMMITTED
+    from weightsync.host.model_updater import CLOSE_S
 
     def loading() -> list[str]:
         return [model_id for model_id, status in running.status().models.items() if status.state == "loading"]
@@ -203,7 +202,7 @@ def _let_end(running: Service) -> list[str]:
             next_signal_ends()
             with contextlib.suppress(BrokenPipeError):
                 announce(
-                    f"waits {running.rollout.config.load_timeout_s + _MORE_S:.0f} s at most for the load of "
+                    f"waits {running.rollout.config.load_timeout_s + CLOSE_S:.0f} s at most for the load of "
                     f"{', '.join(now)}, which may have engines paused; a second signal ends at once, and may leave "
                     "them paused",
                     file=sys.stderr,
@@ -214,7 +213,8 @@ def _let_end(running: Service) -> list[str]:
     return [
         model_id
         for model_id in sorted(loads)
-        if models[model_id].state == "loading" or any(_HELD not in why for why in models[model_id].errors.values())
+        if models[model_id].state == "loading"
+        or any(NOT_COMMITTED not in why for why in models[model_id].errors.values())
     ]
 
 

@@ -18,6 +18,8 @@ from weightsync.host.agent_state import is_in
 from weightsync.types import Deadline, Version
 
 CLOCK = time.monotonic
+NOT_COMMITTED = "it was not committed"
+"""So begins the error of a load that was staged alone: nothing was paused for it."""
 _ENDS = "the service ends"
 _TAKEN_OVER = "another run took over"
 _INSTEAD = "is prepared instead"
@@ -177,7 +179,7 @@ class PendingCommit:
             while self.why is not None or not self._gate.allows(self.version):
                 if self.why is not None:
                     raise TransferAbortedError(
-                        f"it was not committed: {self.why}", version=str(self.version), state_left="serving as before"
+                        f"{NOT_COMMITTED}: {self.why}", version=str(self.version), state_left="serving as before"
                     )
                 if not self._changed.wait(deadline.remaining_s) and deadline.expired:
                     raise DeadlineExceededError(

@@ -42,7 +42,7 @@ LOOK_EVERY_S = 5.0
 _RETRY_S, _LONGEST_RETRY_S = 0.5, 10.0
 _OVER_S = 60.0
 """From one try to the next where the trainer has ended in order, and no agent says something new."""
-_CLOSE_S = 15.0
+CLOSE_S = 15.0  # so much longer than `load_timeout_s` an end waits for a load
 CLOCK = time.monotonic
 
 _logger = logging.getLogger(__name__)
@@ -128,10 +128,10 @@ class ModelUpdater:
         """Lets a load under way end, and gives the staging back; engines go on with what they serve. Idempotent."""
         self.end()
         if self._thread.is_alive() and self._thread is not threading.current_thread():  # `on_served` may close it
-            self._thread.join(_CLOSE_S)
+            self._thread.join(CLOSE_S)
             if self._thread.is_alive():  # nobody else would resume the engines that a load has paused
                 self.engines.wait_loads(self._config.load_timeout_s)
-                self._thread.join(_CLOSE_S)
+                self._thread.join(CLOSE_S)
         if not self._thread.is_alive():  # else engines read the staging: that thread gives it back when it ends
             self._pulls.close()
 

@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 @of_one_process
 class WeightManager(Closing):
-    """Every training rank makes one and calls its methods in one order, between two steps; or one rank `alone` does.
+    """Every training rank makes one and calls it in one order between steps; or one rank, `alone`, with whole tensors.
 
     Args:
         model_id: which model; each model has its own manager.
@@ -143,7 +143,7 @@ class WeightManager(Closing):
             options: arguments of the constructor; they win.
 
         Raises:
-            ConfigError: a setting makes no sense, or nobody reads it on the pull path; or `publish.to` has somebody.
+            ConfigError: a setting makes no sense or is not read here; or `publish.to` names whom `publish` alone tells.
         """
         settings = WeightSyncConfig.load(config).for_method("pull")
         chosen, transfer = settings.publish, settings.transfer
@@ -268,7 +268,7 @@ class WeightManager(Closing):
             error: what this rank has found to be wrong before: every rank raises it, and nothing is published.
 
         Returns:
-            What was done: nothing where every segment was still read; go on then, or try the same version again.
+            What was done. Nothing where every segment was still read: train on, or try the same version again.
 
         Raises:
             VersionError: a version that is neither above the last nor the last, unpublished. Nothing was changed.

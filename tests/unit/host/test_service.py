@@ -622,7 +622,7 @@ def test_a_service_that_is_closed_during_a_long_load_gives_its_memory_back(
     hold = world.engines["a"].holds[EngineOp.UPDATE_WEIGHTS] = threading.Event()
     staging, closed = world.service._models[MODEL]._pulls._staging, threading.Event()
     monkeypatch.setattr(staging, "close", closed.set)
-    monkeypatch.setattr(model_updater, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(model_updater, "CLOSE_S", 0.05)
     world.engines["a"].calls.clear()
     world.agents[OLD].number = 2
     world.notify(OLD, "r1", 2, wait_s=None)
@@ -648,7 +648,7 @@ def test_a_service_that_is_closed_during_a_load_waits_until_its_engine_was_resum
         hold.set()  # the load goes on when nothing but itself is waited for any more
 
     monkeypatch.setattr(thread, "join", joins)
-    monkeypatch.setattr(model_updater, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(model_updater, "CLOSE_S", 0.05)
     world.engines["a"].calls.clear()
     world.agents[OLD].number = 2
     world.notify(OLD, "r1", 2, wait_s=None)
